@@ -14,6 +14,7 @@ from gpu_attention import causal_flop
 from gpu_limits import weights_of
 from gpu_timing import MODELS, TINY_MODELS, Bench, Limits, Model
 from make_checkpoint import Shape, config_of, write_tokenizer
+from text_generation_process.sampling import Sampling
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
@@ -25,7 +26,7 @@ from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import SamplingParams, Watermark
+from text_generation_shard.sampling.table import Watermark
 
 # Standard deviation of the weights, the initialisation of large models.
 _WEIGHT_STD = 0.02
@@ -169,7 +170,7 @@ def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[Ne
             num_prompt_tokens=context,
             num_cached_tokens=context - 1,
             block_table=range(row * width, (row + 1) * width),
-            sampling=SamplingParams(),
+            sampling=Sampling(),
             max_new_tokens=new,
             ignore_eos_token=True,
         )

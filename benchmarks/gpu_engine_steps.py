@@ -11,10 +11,10 @@ from typing import Any
 
 from gpu_engine import Sizes, known_requests, load, models_of, write_files
 from gpu_timing import Bench, Figures
+from text_generation_process.sampling import Sampling
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, WarmupLimits
-from text_generation_shard.sampling.table import SamplingParams
 from torch.profiler import ProfilerActivity, profile
 
 ROWS, TINY_ROWS = (1, 8, 32, 128, 256), (1, 2)
@@ -128,7 +128,7 @@ def _prefill(bench: Bench, sizes: Sizes, engine: Engine, prompts: int, length: i
             num_prompt_tokens=length,
             num_cached_tokens=0,
             block_table=range(row * width, (row + 1) * width),
-            sampling=SamplingParams(),
+            sampling=Sampling(),
             max_new_tokens=1,
             ignore_eos_token=True,
         )

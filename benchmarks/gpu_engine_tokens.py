@@ -14,22 +14,22 @@ import torch
 from gpu_caller import Answer, Caller
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
+from text_generation_process.sampling import Sampling
 from text_generation_shard.engine.step import NewRequest, WarmupLimits
 from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.sampling.table import SamplingParams
 
 # Sizes of the recorded steps; other numbers of rows are padded.
 _GRAPHS = (1, 2, 4, 8)
 # Tolerances of log-probabilities, and of the difference between two tokens of which either may win.
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-_GREEDY = SamplingParams()
+_GREEDY = Sampling()
 SAMPLINGS = (
     _GREEDY,
-    SamplingParams(do_sample=True, temperature=0.9, seed=1),
-    SamplingParams(repetition_penalty=1.2, frequency_penalty=0.4),
-    SamplingParams(do_sample=True, temperature=1.1, top_k=50, top_p=0.9, seed=2),
-    SamplingParams(presence_penalty=0.5, logit_bias=((7, 2.0), (9, -3.0))),
-    SamplingParams(do_sample=True, typical_p=0.9, watermark=True, seed=3),
+    Sampling(do_sample=True, temperature=0.9, seed=1),
+    Sampling(repetition_penalty=1.2, frequency_penalty=0.4),
+    Sampling(do_sample=True, temperature=1.1, top_k=50, top_p=0.9, seed=2),
+    Sampling(presence_penalty=0.5, logit_bias=((7, 2.0), (9, -3.0))),
+    Sampling(do_sample=True, typical_p=0.9, watermark=True, seed=3),
 )
 
 
@@ -127,7 +127,7 @@ def _answers(
 def _cases(bench: Bench, grammars: dict[str, Grammar]) -> Iterator[Case]:
     new = bench.size(48, 4)
 
-    def request(number: int, sampling: SamplingParams, **options: Any) -> NewRequest:
+    def request(number: int, sampling: Sampling, **options: Any) -> NewRequest:
         length = 3 + (number * 37) % bench.size(200, 20)
         ids = [1 + (number * 101 + at * 7) % 300 for at in range(length)]
         asked = {"max_new_tokens": new, "ignore_eos_token": True, **options}

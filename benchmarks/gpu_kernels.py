@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from gpu_attention import Pool, rotated
 from gpu_timing import Bench, Figures, Model, error_of
+from text_generation_process.sampling import Sampling
 from text_generation_shard.device.base import Activation
 from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.operators import TritonGatedMatrix
 from text_generation_shard.sampling.sampler import TokenHistory, sample
-from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 from torch import Tensor
 
 
@@ -106,7 +107,7 @@ def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
     return Case(call, copies, nbytes, error)
 
 
-def choose(bench: Bench, model: Model, rows: int, params: SamplingParams) -> Case:
+def choose(bench: Bench, model: Model, rows: int, params: Sampling) -> Case:
     """Chooses a token for each row of scores; all scores are read. Sampling reads them several
     times and writes them. The error is that of the log-probabilities."""
     nbytes = rows * model.vocab * 4
@@ -135,10 +136,10 @@ KERNELS: dict[str, Callable[[Bench, Model, int], Case]] = {
     "add_norm": add_norm,
     "gate": gate,
     "rotate_and_store": rotate_and_store,
-    "best token": partial(choose, params=SamplingParams()),
-    "draw": partial(choose, params=SamplingParams(do_sample=True)),
-    "draw of top_p 0.9": partial(choose, params=SamplingParams(top_p=0.9)),
-    "draw of top_k 50": partial(choose, params=SamplingParams(top_k=50)),
+    "best token": partial(choose, params=Sampling()),
+    "draw": partial(choose, params=Sampling(do_sample=True)),
+    "draw of top_p 0.9": partial(choose, params=Sampling(top_p=0.9)),
+    "draw of top_k 50": partial(choose, params=Sampling(top_k=50)),
 }
 
 

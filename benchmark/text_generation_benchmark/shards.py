@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from text_generation_process.sampling import Sampling
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
-from text_generation_router.request import Request, Sampling, StoppingCriteria
+from text_generation_router.request import Request, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry

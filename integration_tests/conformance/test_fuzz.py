@@ -14,6 +14,7 @@ import pytest
 import text_generation_launcher
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from text_generation_process.sampling import Sampling
 from text_generation_router.chat.format import FORMATS, ChatFormat
 from text_generation_router.chat.parser import (
     ChatParser,
@@ -24,13 +25,7 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.request import (
-    FinishReason,
-    Request,
-    Sampling,
-    StoppingCriteria,
-    TokenOutput,
-)
+from text_generation_router.request import FinishReason, Request, StoppingCriteria, TokenOutput
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.tokenizer import Tokenizer
 

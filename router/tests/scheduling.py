@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from text_generation_process.sampling import Sampling
 from text_generation_router.errors import GenerationError, RouterError
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
     GeneratedText,
     PrefillOutput,
     Request,
-    Sampling,
     StoppingCriteria,
     TokenOutput,
 )

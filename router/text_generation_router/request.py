@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from text_generation_process.sampling import Sampling
+
 
 class FinishReason(Enum):
     """Why a generation ended; the value is TGI's word."""
@@ -13,36 +15,6 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
     # Only for `stop_token_ids`, which TGI does not have.
     STOP_TOKEN = "stop_token"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen; defaults change nothing. `validation` checks the ranges."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    do_sample: bool = False
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    watermark: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether tokens are sampled (then the seed is reported), or the best one is taken."""
-        return (
-            self.do_sample
-            or self.temperature != 1.0
-            or self.top_k != 0
-            or self.top_p < 1.0
-            or self.typical_p < 1.0
-            or self.min_p > 0.0
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from text_generation_process.sampling import Sampling
+
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import (
-    Grammar,
-    Pooling,
-    Request,
-    Sampling,
-    StoppingCriteria,
-)
+from text_generation_router.request import Grammar, Pooling, Request, StoppingCriteria
 from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
 
 TRUNCATE_TO_FIT = -1

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
@@ -28,7 +29,7 @@ from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.sampling.sampler import TokenHistory
-from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
@@ -190,7 +191,7 @@ def choose() -> None:
     """All kernels of the choice of tokens, with a vocabulary of Llama 3's size."""
     scores = torch.empty(2, 128256, device="meta")
     table, rows = SamplingTable(2), np.arange(2)
-    drawn = SamplingParams(top_p=0.9, repetition_penalty=1.2, logit_bias=((3, 1.0),))
+    drawn = Sampling(top_p=0.9, repetition_penalty=1.2, logit_bias=((3, 1.0),))
     table.set(0, drawn)
     tokens = np.zeros((2, 100), np.int32)
     history = TokenHistory(tokens, rows, rows + 50, rows + 20, rows + 100)

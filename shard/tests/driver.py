@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
@@ -19,7 +20,6 @@ from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput,
 from text_generation_shard.engine.warmup import Costs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import SamplingParams
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.server import load_on, read_config
 
@@ -107,7 +107,7 @@ class Driver:
         self.known[request_id] = list(ids)
         self.tokens.setdefault(request_id, [])
         self.logprobs.setdefault(request_id, [])
-        sampling = SamplingParams(**options.pop("sampling", {}))
+        sampling = Sampling(**options.pop("sampling", {}))
         request = NewRequest(
             id=request_id,
             input_ids=list(ids),

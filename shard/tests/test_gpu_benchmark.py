@@ -206,13 +206,13 @@ def test_blocks_and_rows_that_are_lost() -> None:
 @pytest.mark.usefixtures("benchmarks")
 def test_a_request_that_fails_before_its_first_token() -> None:
     from gpu_caller import Caller
+    from text_generation_process.sampling import Sampling
     from text_generation_shard.engine.step import FinishReason, NewRequest, StepOutput
-    from text_generation_shard.sampling.table import SamplingParams
 
     failed = SimpleNamespace(result=lambda: StepOutput([], [], errors=[(0, "no memory")]))
     engine: Any = SimpleNamespace(block_size=16, num_rows_taken=0, launch=lambda step: failed)
     caller = Caller(engine, 8, 4, 64)
-    caller.ask(NewRequest(0, [5] * 40, 40, 0, (), SamplingParams(), 1))
+    caller.ask(NewRequest(0, [5] * 40, 40, 0, (), Sampling(), 1))
     caller.run()
     assert caller.answers[0].reason == FinishReason.ERROR and caller.most_blocks == 3
     caller.end()

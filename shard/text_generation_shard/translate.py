@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.engine.step import (
@@ -15,7 +16,6 @@ from text_generation_shard.engine.step import (
     WarmupResult,
 )
 from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.sampling.table import SamplingParams
 
 
 def limits_of(message: pb.WarmupRequest) -> WarmupLimits:
@@ -64,7 +64,7 @@ def request_of(message: pb.Request, grammar: Grammar | None) -> NewRequest:
         num_prompt_tokens=message.num_prompt_tokens,
         num_cached_tokens=message.num_cached_tokens,
         block_table=list(message.block_table),
-        sampling=SamplingParams(
+        sampling=Sampling(
             temperature=chooser.temperature,
             top_k=chooser.top_k,
             top_p=chooser.top_p,

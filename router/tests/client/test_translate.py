@@ -3,15 +3,10 @@
 import math
 
 from google.protobuf.message import Message
+from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_router.client import translate
-from text_generation_router.request import (
-    FinishReason,
-    Pooling,
-    Request,
-    Sampling,
-    StoppingCriteria,
-)
+from text_generation_router.request import FinishReason, Pooling, Request, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.entry import Entry

@@ -3,13 +3,14 @@
 import asyncio
 
 import pytest
+from text_generation_process.sampling import Sampling
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
     ShuttingDownError,
     UnhealthyError,
 )
-from text_generation_router.request import FinishReason, Sampling
+from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.scheduling import (

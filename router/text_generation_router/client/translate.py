@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, Pooling, Sampling, StoppingCriteria
+from text_generation_router.request import FinishReason, Pooling, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 

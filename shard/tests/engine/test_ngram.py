@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.ngram import Drafter
@@ -13,7 +14,6 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import SamplingParams
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check
@@ -39,7 +39,7 @@ def table_of(*rows: list[int]) -> RowTable:
     """Rows with these known tokens; the KV of the last one is not computed."""
     table = RowTable(len(rows), 200, 16, 12)
     for number, ids in enumerate(rows):
-        sampling = SamplingParams()
+        sampling = Sampling()
         row = table.take(NewRequest(number, ids, len(ids), 0, range(12), sampling, 50))
         table.lens[row] = len(ids) - 1
     return table

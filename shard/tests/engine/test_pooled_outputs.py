@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import Floats
 from text_generation_shard.engine import pooled_outputs
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import SamplingParams
 from torch import Tensor
 
 from integration_tests.oracle import Oracle
@@ -208,7 +208,7 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = range(40 * number, 40 * number + 33)
         table.take(
             NewRequest(
-                *(number, range(520), 520, 0, blocks, SamplingParams(), 1),
+                *(number, range(520), 520, 0, blocks, Sampling(), 1),
                 pooling=pooling,
                 score_token_ids=(5, 7),
             )

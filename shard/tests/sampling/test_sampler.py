@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.device.cpu import runner as compiled_sampling
 from text_generation_shard.device.cpu.kernels.choice import draw
 from text_generation_shard.sampling import sampler as sampling
@@ -18,7 +19,7 @@ from text_generation_shard.sampling.sampler import (
     top_tokens,
     uniform,
 )
-from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 VOCAB = 50
 CLOSE = {"abs": 1e-4, "rel": 1e-4}
@@ -45,7 +46,7 @@ def history_of(
 
 def choose(
     logits: torch.Tensor,
-    params: Sequence[SamplingParams],
+    params: Sequence[Sampling],
     history: TokenHistory | None = None,
     end_ids: Sequence[int] = (),
     sample: Sampler = compiled_sampling.sample,
@@ -64,21 +65,21 @@ def logits() -> torch.Tensor:
 
 
 def test_greedy_takes_the_best_and_reports_its_log_softmax(logits: torch.Tensor) -> None:
-    choice = choose(logits, [SamplingParams()] * 4)
+    choice = choose(logits, [Sampling()] * 4)
     assert choice.token_ids.tolist() == logits.argmax(-1).tolist()
     wanted = logits.log_softmax(-1).max(-1).values
     assert choice.logprobs == pytest.approx(wanted.numpy(), abs=1e-6)
 
 
 def test_temperature_divides(logits: torch.Tensor) -> None:
-    choice = choose(logits, [SamplingParams(temperature=0.5)] * 4)
+    choice = choose(logits, [Sampling(temperature=0.5)] * 4)
     wanted = (logits / 0.5).log_softmax(-1)
     torch.testing.assert_close(choice.scores.log_softmax(-1), wanted)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-5])
 def test_the_smallest_temperatures_are_greedy(logits: torch.Tensor, temperature: float) -> None:
-    choice = choose(logits, [SamplingParams(temperature=temperature, top_p=0.9, seed=3)] * 4)
+    choice = choose(logits, [Sampling(temperature=temperature, top_p=0.9, seed=3)] * 4)
     assert choice.token_ids.tolist() == logits.argmax(-1).tolist()
     assert choice.logprobs.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
 
@@ -89,25 +90,25 @@ def allowed(choice: Choice, row: int = 0) -> set[int]:
 
 @pytest.mark.parametrize("k", [1, 2, 7, VOCAB, 10 * VOCAB])
 def test_top_k_keeps_the_k_best(logits: torch.Tensor, k: int) -> None:
-    choice = choose(logits, [SamplingParams(top_k=k)] * 4)
+    choice = choose(logits, [Sampling(top_k=k)] * 4)
     assert allowed(choice) == set(logits[0].topk(min(k, VOCAB)).indices.tolist())
 
 
 def test_top_k_keeps_ties() -> None:
-    choice = choose(torch.tensor([[3.0, 1.0, 3.0, 3.0, 0.0]]), [SamplingParams(top_k=2)])
+    choice = choose(torch.tensor([[3.0, 1.0, 3.0, 3.0, 0.0]]), [Sampling(top_k=2)])
     assert allowed(choice) == {0, 2, 3}
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: torch.Tensor, p: float) -> None:
-    choice = choose(logits, [SamplingParams(top_p=p)] * 4)
+    choice = choose(logits, [Sampling(top_p=p)] * 4)
     probabilities, order = logits[0].softmax(-1).sort(descending=True)
     count = next(n for n in range(1, VOCAB + 1) if probabilities[:n].sum() >= p)
     assert allowed(choice) == set(order[:count].tolist())
 
 
 def test_top_p_takes_equals_in_order() -> None:
-    choice = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 2.0]]), [SamplingParams(top_p=0.4)])
+    choice = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 2.0]]), [Sampling(top_p=0.4)])
     assert allowed(choice) == {1, 2}
 
 
@@ -116,7 +117,7 @@ def test_top_p_takes_equals_in_order() -> None:
 def test_min_p_keeps_what_is_likely_beside_the_best(
     logits: torch.Tensor, p: float, temperature: float
 ) -> None:
-    choice = choose(logits, [SamplingParams(min_p=p, temperature=temperature)] * 4)
+    choice = choose(logits, [Sampling(min_p=p, temperature=temperature)] * 4)
     probabilities = (logits[0] / temperature).double().softmax(-1)
     likely = probabilities >= probabilities.max() * p
     assert allowed(choice) == set(likely.nonzero()[:, 0].tolist())
@@ -125,9 +126,9 @@ def test_min_p_keeps_what_is_likely_beside_the_best(
 def test_top_p_counts_what_min_p_has_left() -> None:
     """As in vLLM: of 0.5, 0.3, 0.1 and 0.1 two are left, of which the first has 0.625."""
     scores = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
-    choice = choose(scores, [SamplingParams(min_p=0.5, top_p=0.6)])
+    choice = choose(scores, [Sampling(min_p=0.5, top_p=0.6)])
     assert allowed(choice) == {0}
-    assert allowed(choose(scores, [SamplingParams(top_p=0.6)])) == {0, 1}
+    assert allowed(choose(scores, [Sampling(top_p=0.6)])) == {0, 1}
 
 
 @pytest.mark.parametrize("sample", [compiled_sampling.sample, sampling.sample])
@@ -136,7 +137,7 @@ def test_stop_tokens_are_not_chosen_too_early(sample: Sampler) -> None:
     table, ends = SamplingTable(3), np.array([9], dtype=np.int64)
     bias = ((3, 50.0), (4, 40.0), (5, 30.0))
     for row, stops in enumerate([(3, 4), (4,), (3, 4)]):
-        table.set(row, SamplingParams(logit_bias=bias), stops)
+        table.set(row, Sampling(logit_bias=bias), stops)
     history = history_of([[1]] * 3, [1] * 3, [1] * 3, [2, 2, 0])
     scores, watermark = torch.zeros(3, VOCAB), Watermark(0.5, 2.0)
     early = sample(scores.clone(), table, history, ends, watermark)
@@ -144,13 +145,13 @@ def test_stop_tokens_are_not_chosen_too_early(sample: Sampler) -> None:
     # The same rows, later.
     later = history._replace(lens=history.lens + 2)
     assert sample(scores.clone(), table, later, ends, watermark).token_ids.tolist() == [3, 3, 3]
-    table.set(0, SamplingParams(logit_bias=bias))
+    table.set(0, Sampling(logit_bias=bias))
     assert sample(scores.clone(), table, history, ends, watermark).token_ids[0] == 3
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_typical_p_keeps_what_surprises_as_expected(logits: torch.Tensor, p: float) -> None:
-    choice = choose(logits, [SamplingParams(typical_p=p)] * 4)
+    choice = choose(logits, [Sampling(typical_p=p)] * 4)
     logprobs = logits[0].log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum()
     order = (-logprobs - entropy).abs().argsort()
@@ -162,10 +163,8 @@ def test_typical_p_keeps_what_surprises_as_expected(logits: torch.Tensor, p: flo
 def test_rows_without_a_filter_keep_everything_beside_one_that_has_all(
     logits: torch.Tensor,
 ) -> None:
-    filtering = SamplingParams(top_k=5, top_p=0.5, typical_p=0.5)
-    choice = choose(
-        logits, [SamplingParams(do_sample=True), filtering, SamplingParams(), filtering]
-    )
+    filtering = Sampling(top_k=5, top_p=0.5, typical_p=0.5)
+    choice = choose(logits, [Sampling(do_sample=True), filtering, Sampling(), filtering])
     torch.testing.assert_close(choice.scores[0].log_softmax(-1), logits[0].log_softmax(-1))
     torch.testing.assert_close(choice.scores[2], logits[2])
     assert len(allowed(choice, 1)) <= 5
@@ -174,27 +173,27 @@ def test_rows_without_a_filter_keep_everything_beside_one_that_has_all(
 def test_repetition_penalty_covers_prompt_and_output() -> None:
     scores = torch.tensor([[2.0, 2.0, -2.0, 2.0]])
     history = make_history(1, (1, 2), prompt_len=1)
-    choice = choose(scores, [SamplingParams(repetition_penalty=2.0)], history)
+    choice = choose(scores, [Sampling(repetition_penalty=2.0)], history)
     assert choice.scores[0].tolist() == [2.0, 1.0, -4.0, 2.0]
 
 
 def test_frequency_and_presence_count_the_output_only() -> None:
     history = make_history(1, (0, 1, 1, 2), prompt_len=1)
-    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
+    params = Sampling(frequency_penalty=0.5, presence_penalty=0.25)
     choice = choose(torch.zeros(1, 4), [params], history)
     assert choice.scores[0].tolist() == [0.0, -1.25, -0.75, 0.0]
 
 
 def test_shorter_rows_are_not_penalised_for_padding() -> None:
     history = history_of([[3, 3, 3], [2, 0, 0]], [3, 1], [0, 0])
-    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
+    params = Sampling(repetition_penalty=2.0, frequency_penalty=1.0)
     choice = choose(torch.ones(2, 4), [params] * 2, history)
     assert choice.scores[1].tolist() == [1.0, 1.0, -0.5, 1.0]
 
 
 def test_logit_bias_shifts_and_bans(logits: torch.Tensor) -> None:
     best = int(logits[1].argmax())
-    params = [SamplingParams(), SamplingParams(logit_bias=((best, -100.0), (3, 1.5)))]
+    params = [Sampling(), Sampling(logit_bias=((best, -100.0), (3, 1.5)))]
     choice = choose(logits[:2], params)
     assert choice.token_ids[1] != best
     assert choice.scores[1, 3] == pytest.approx(float(logits[1, 3]) + 1.5)
@@ -204,13 +203,13 @@ def test_logit_bias_shifts_and_bans(logits: torch.Tensor) -> None:
 def test_forbidden_tokens_are_never_chosen(logits: torch.Tensor) -> None:
     best = int(logits[2].argmax())
     history = history_of([[1, 2]] * 4, [2] * 4, [1] * 4, [1, 0, 2, 1])
-    choice = choose(logits, [SamplingParams()] * 4, history, end_ids=[best])
+    choice = choose(logits, [Sampling()] * 4, history, end_ids=[best])
     assert choice.token_ids[2] == logits[2].topk(2).indices[1]
     assert choice.scores[0, best] == logits[0, best]
 
 
 def test_watermark_favours_half_the_vocabulary_by_delta(logits: torch.Tensor) -> None:
-    choice = choose(logits, [SamplingParams(watermark=True)] * 4)
+    choice = choose(logits, [Sampling(watermark=True)] * 4)
     raised = (choice.scores - logits).round(decimals=4)
     assert set(raised.flatten().tolist()) == {0.0, 2.0}
     assert int((raised[0] > 0).sum()) == VOCAB // 2
@@ -221,7 +220,7 @@ def test_watermark_favours_half_the_vocabulary_by_delta(logits: torch.Tensor) ->
 def test_draws_follow_the_distribution() -> None:
     weights = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
     rows = 20000
-    params = [SamplingParams(do_sample=True, seed=seed) for seed in range(rows)]
+    params = [Sampling(do_sample=True, seed=seed) for seed in range(rows)]
     choice = choose(weights.log().repeat(rows, 1), params)
     counts = torch.bincount(torch.from_numpy(choice.token_ids), minlength=5) / rows
     assert counts[4] == 0
@@ -229,9 +228,9 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_a_draw_depends_on_seed_and_position_alone(logits: torch.Tensor) -> None:
-    params = SamplingParams(temperature=1.3, top_p=0.95, seed=2**64 - 5)
+    params = Sampling(temperature=1.3, top_p=0.95, seed=2**64 - 5)
     alone = choose(logits[:1], [params])
-    others: list[Any] = [SamplingParams(do_sample=True, seed=9), SamplingParams(), params]
+    others: list[Any] = [Sampling(do_sample=True, seed=9), Sampling(), params]
     batched = choose(logits[[1, 2, 0]], others)
     assert batched.token_ids[2] == alone.token_ids[0]
     drawn = {
@@ -254,13 +253,13 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
 
 
 def test_top_tokens_are_those_that_could_be_chosen(logits: torch.Tensor) -> None:
-    choice = choose(logits, [SamplingParams(top_k=2), SamplingParams(temperature=1e8)] * 2)
+    choice = choose(logits, [Sampling(top_k=2), Sampling(temperature=1e8)] * 2)
     assert top_tokens(choice, 0, 5)[0] == logits[0].topk(2).indices.tolist()
     assert len(top_tokens(choice, 1, 5)[0]) == 5
 
 
 def test_top_tokens_include_ties() -> None:
-    choice = choose(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), [SamplingParams()])
+    choice = choose(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), [Sampling()])
     ids, logprobs = top_tokens(choice, 0, 2)
     assert ids == [1, 2, 3]
     assert logprobs == sorted(logprobs, reverse=True)
@@ -278,10 +277,10 @@ def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tens
     return scores
 
 
-def random_params(draw: random.Random, vocab: int) -> SamplingParams:
+def random_params(draw: random.Random, vocab: int) -> Sampling:
     """Random parameters, each of them often off."""
     token = draw.randrange(vocab)
-    return SamplingParams(
+    return Sampling(
         temperature=draw.choice([1.0, 0.3, 1.7]),
         top_k=draw.choice([0, draw.randint(1, 4), draw.randint(1, 2 * vocab)]),
         top_p=draw.choice([1.0, draw.random()]),
@@ -354,11 +353,11 @@ def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[st
     """Scores after an overflow, and penalties at the limits of float32."""
     infinite = torch.randn(rows, 300)
     infinite[0, 7] = math.inf
-    params = [SamplingParams(do_sample=True, **filtering)] * rows
+    params = [Sampling(do_sample=True, **filtering)] * rows
     assert choose(infinite, params).token_ids[0] == 7
     choose(torch.full((rows, 300), math.nan), params)
     for penalty in (1e-46, 1e-39, 1e-30, 1e38):
-        strange = [SamplingParams(do_sample=True, repetition_penalty=penalty, **filtering)] * rows
+        strange = [Sampling(do_sample=True, repetition_penalty=penalty, **filtering)] * rows
         chosen = choose(torch.randn(rows, 300), strange, make_history(rows, [3, 4]))
         assert all(0 <= token < 300 for token in chosen.token_ids.tolist())
 
@@ -396,7 +395,7 @@ def test_what_is_forbidden_may_be_no_number() -> None:
     scores = torch.randn(2, 300)
     scores[:, 3] = math.nan
     history = history_of([[1], [1]], [1, 1], [1, 1], [5, 0])
-    params = [SamplingParams(), SamplingParams()]
+    params = [Sampling(), Sampling()]
     for sample in (compiled_sampling.sample, sampling.sample):
         assert choose(scores, params, history, [3], sample=sample).unsound() == {1}
 
@@ -407,7 +406,7 @@ def test_a_draw_lands_where_its_number_falls(vocab: int) -> None:
     scores = torch.randn(64, vocab, generator=generator) * 4
     scores[:, ::3] = float("-inf")
     scores[:, vocab // 2] = 0.0
-    choice = choose(scores, [SamplingParams(do_sample=True, seed=n) for n in range(64)])
+    choice = choose(scores, [Sampling(do_sample=True, seed=n) for n in range(64)])
     drawn = torch.from_numpy(choice.token_ids)[:, None]
     assert bool((scores.gather(1, drawn) > float("-inf")).all())
     numbers = uniform(torch.arange(64), torch.ones(64, dtype=torch.int64))

@@ -6,12 +6,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+from text_generation_process.sampling import Sampling
 from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.sampling.table import SamplingParams
 
 
 class FinishReason(IntEnum):
@@ -66,7 +66,7 @@ class NewRequest:
     num_prompt_tokens: int
     num_cached_tokens: int
     block_table: Sequence[int]
-    sampling: SamplingParams
+    sampling: Sampling
     max_new_tokens: int
     min_new_tokens: int = 0
     ignore_eos_token: bool = False

@@ -7,13 +7,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
+from text_generation_process.sampling import Sampling
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
 from text_generation_shard.errors import ModelError
-from text_generation_shard.sampling.table import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ _LONG_NS = 150_000_000
 # Alternatives of a token, as many as a router allows by default.
 _TOP_TOKENS = 5
 # Every sampling parameter in use.
-_EVERYTHING = SamplingParams(
+_EVERYTHING = Sampling(
     temperature=0.7,
     top_k=50,
     top_p=0.9,
@@ -325,6 +325,4 @@ def _demanding(
 def _request(engine: Steps, number: int, known: int, cached: int, new: int) -> NewRequest:
     blocks = range(-(-(known + new) // engine.block_size))
     ids = [0] * known
-    return NewRequest(
-        number, ids, known, cached, blocks, SamplingParams(), new, ignore_eos_token=True
-    )
+    return NewRequest(number, ids, known, cached, blocks, Sampling(), new, ignore_eos_token=True)

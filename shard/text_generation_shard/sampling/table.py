@@ -5,48 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from text_generation_process.sampling import Sampling
 from torch import Tensor
 
 from text_generation_shard.arrays import Flags, Floats, Ints, Upload
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """See NextTokenChooserParameters. The defaults switch every parameter off."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    do_sample: bool = False
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    watermark: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether tokens are drawn; otherwise the best one is taken."""
-        return self.do_sample or self.temperature != 1.0 or self.is_filtering
-
-    @property
-    def is_filtering(self) -> bool:
-        """Whether some tokens are excluded from drawing."""
-        shares = self.top_p, self.typical_p
-        return self.top_k != 0 or min(shares) < 1.0 or self.min_p > 0.0
-
-    @property
-    def is_penalising(self) -> bool:
-        """Whether tokens that occurred before are penalised."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
-
 
 # A smaller temperature could become 0 in float32.
 _MIN_TEMPERATURE = 1e-30
@@ -110,7 +72,7 @@ class SamplingTable:
         self._last: tuple[Ints, SamplingColumns] | None = None
         self._last_biases: tuple[Ints, bytes, Biases] | None = None
 
-    def set(self, row: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
+    def set(self, row: int, params: Sampling, stop_token_ids: Sequence[int] = ()) -> None:
         """Set the parameters and stop tokens of a row."""
         self._last = self._last_biases = None
         self.values[row] = (

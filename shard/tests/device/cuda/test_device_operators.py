@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
@@ -21,7 +22,7 @@ from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import SamplingParams, Watermark
+from text_generation_shard.sampling.table import Watermark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -228,7 +229,7 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
     requests = [
         NewRequest(
             *(row, range(100), 100, 0, range(10 * row, 10 * row + 10)),
-            SamplingParams(**sampling),  # type: ignore[arg-type]
+            Sampling(**sampling),  # type: ignore[arg-type]
             max_new_tokens=50,
             min_new_tokens=20,
         )

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.cuda import sampler as own_sampling
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.grammars.masks import GrammarMasks, StepGrammars
 from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory
 from text_generation_shard.sampling.sampler import sample as plain
-from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 from shard.tests import interpreted
 from shard.tests.interpreted import PLACE
@@ -86,7 +87,7 @@ def test_kernels_choose_as_the_operators_do(sizes: str, monkeypatch: pytest.Monk
 
 def test_ties_are_kept_by_top_k_and_taken_in_order_by_top_p() -> None:
     scores = torch.tensor([[3.0, 1.0, 3.0, 3.0, 0.0], [1.0, 2.0, 2.0, 2.0, 2.0]])
-    choice = choose(scores, [SamplingParams(top_k=2), SamplingParams(top_p=0.4)], sample=own)
+    choice = choose(scores, [Sampling(top_k=2), Sampling(top_p=0.4)], sample=own)
     kept = [set(row.nonzero()[:, 0].tolist()) for row in choice.scores > float("-inf")]
     assert kept == [{0, 2, 3}, {1, 2}]
 
@@ -96,7 +97,7 @@ def test_min_p_keeps_what_the_definition_keeps(top_k: int) -> None:
     """Also if fewer than top_k candidates are left, near the best and far below it."""
     scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 6
     params = [
-        SamplingParams(min_p=min_p, top_k=top_k, top_p=0.99, seed=3)
+        Sampling(min_p=min_p, top_k=top_k, top_p=0.99, seed=3)
         for min_p in (1e-30, 1e-6, 1e-3, 0.2, 0.9, 1.0)
     ]
     found, wanted = (choose(scores, params, sample=item) for item in (own, sample))
@@ -108,14 +109,14 @@ def test_min_p_keeps_what_the_definition_keeps(top_k: int) -> None:
 def test_stop_tokens_are_not_chosen_too_early() -> None:
     table, history = SamplingTable(2), history_of([[1]] * 2, [1] * 2, [1] * 2, [2, 0])
     for row in range(2):
-        table.set(row, SamplingParams(logit_bias=((3, 9.0), (4, 8.0))), [3])
+        table.set(row, Sampling(logit_bias=((3, 9.0), (4, 8.0))), [3])
     scores, none = torch.zeros(2, 300), np.empty(0, dtype=np.int64)
     assert own(scores, table, history, none, Watermark(0.5, 2.0)).token_ids.tolist() == [4, 3]
 
 
 def test_draws_use_the_same_numbers() -> None:
     scores = torch.randn(1, 200, generator=torch.Generator().manual_seed(1)).repeat(40, 1)
-    params = [SamplingParams(do_sample=True, seed=2**64 - seed) for seed in range(1, 41)]
+    params = [Sampling(do_sample=True, seed=2**64 - seed) for seed in range(1, 41)]
     found, wanted = (choose(scores, params, sample=item) for item in (own, sample))
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
     assert len(set(found.token_ids.tolist())) > 10
@@ -145,8 +146,8 @@ def test_a_row_is_chosen_alike_in_any_company() -> None:
 def test_rows_that_nothing_can_be_chosen_from_are_known(bad: float | None) -> None:
     """None: all scores are -inf."""
     scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(6))
-    kinds = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
-    params = [*kinds, SamplingParams(typical_p=0.5), SamplingParams(do_sample=True), kinds[0]]
+    kinds = [Sampling(), Sampling(top_p=0.9), Sampling(top_k=5)]
+    params = [*kinds, Sampling(typical_p=0.5), Sampling(do_sample=True), kinds[0]]
     sound = choose(scores, params, sample=own)
     for row in range(5):
         scores[row, 77 if bad is not None else slice(None)] = float("-inf") if bad is None else bad
@@ -160,7 +161,7 @@ def test_what_is_forbidden_may_be_no_number() -> None:
     scores = torch.randn(2, 300)
     scores[:, 3] = float("nan")
     history = history_of([[1], [1]], [1, 1], [1, 1], [5, 0])
-    found = choose(scores, [SamplingParams()] * 2, history, [3], sample=own)
+    found = choose(scores, [Sampling()] * 2, history, [3], sample=own)
     assert found.unsound() == {1}
 
 
@@ -178,7 +179,7 @@ def test_watermarks_and_grammars() -> None:
     allowed = StepGrammars(rows, job, vocab, PLACE, forbidden)
     table, history = SamplingTable(4), make_history(4, (1, 2))
     for row in range(4):
-        table.set(row, SamplingParams(watermark=row > 1, do_sample=row == 3))
+        table.set(row, Sampling(watermark=row > 1, do_sample=row == 3))
     scores, none = torch.randn(4, vocab), np.empty(0, dtype=np.int64)
     found, wanted = (
         item(scores.clone(), table, history, none, Watermark(0.5, 2.0), allowed)
@@ -199,7 +200,7 @@ def test_a_step_waits_for_nothing_and_takes_as_many_kernels_for_any_rows(
     none, upload = np.empty(0, dtype=np.int64), plain_upload(torch.device("meta"))
     for rows in (1, 64):
         counts.clear()
-        for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9)):
+        for params in (Sampling(), Sampling(temperature=0.7, top_p=0.9)):
             table = SamplingTable(rows)
             for row in range(rows):
                 table.set(row, params)

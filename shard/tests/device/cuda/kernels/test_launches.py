@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import operators, sampler
-from text_generation_shard.sampling.table import SamplingParams, SamplingTable
+from text_generation_shard.sampling.table import SamplingTable
 
 META = torch.device("meta")
 
@@ -38,7 +39,7 @@ def test_what_is_changed_in_place_has_a_thread_for_each_number(
     device.add_norm(hidden, hidden, 1.0, torch.empty(size, device=META), 1e-5)
     table, rows = SamplingTable(2), np.arange(2)
     for row in range(2):
-        table.set(row, SamplingParams(do_sample=True))
+        table.set(row, Sampling(do_sample=True))
     columns = table.columns(rows, plain_upload(META))
     sampler.choose(torch.empty(2, size, device=META), columns, torch.empty(2, device=META))
     for name, tile in (("add_norm", "SIZE_PAD"), ("draw", "TILE")):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.forward_batch import BatchBuilder, verified_tokens
@@ -19,7 +20,7 @@ from text_generation_shard.engine.step import FinishReason, NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice
-from text_generation_shard.sampling.table import SamplingParams, Watermark
+from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine
@@ -136,7 +137,7 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
     """A row with two draft tokens, the second of which is wrong, and a row without draft tokens."""
     table = RowTable(2, 100, 16, 20)
     for number in range(2):
-        table.take(NewRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))
+        table.take(NewRequest(number, [4], 1, 0, range(4), Sampling(), 50))
     table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
     rows, none = np.array([0, 1]), np.zeros(2, np.int64)
     builder = BatchBuilder(table, plain_upload(torch.device("cpu")), None)
