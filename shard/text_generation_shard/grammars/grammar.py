@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from text_generation_shard.grammars.ending import EndingSearch
 from text_generation_shard.grammars.intersections import excess
-from text_generation_shard.grammars.leniency import endless_line, lenient_text
+from text_generation_shard.grammars.leniency import lenient_text
 
 # Limits of one grammar, in llguidance's units. They bound the time of compilation and masks, and
 # the lexer's memory, except for intersections of patterns, which are computed before the check:
@@ -102,10 +102,8 @@ def compile_tried(tokenizer: LLTokenizer, tried: Tried) -> Grammar:
     """The grammar that was tried. Its cost is known by then."""
     if tried.error:
         return Grammar(tried.error)
-    matcher, search = (
-        _matcher(tokenizer, tried.text),
-        EndingSearch(tokenizer, source_of(tried.text)),
-    )
+    matcher = _matcher(tokenizer, tried.text)
+    search = EndingSearch(tokenizer, source_of(tried.text))
     # A rule asks for about as many tokens as it has characters, unless it repeats them.
     far = 256 + 4 * len(tried.ending) + len(tried.text)
     return Grammar("", matcher, search, tuple(tokenizer.eos_tokens), tuple(tried.ending), far)
@@ -135,26 +133,17 @@ def _refused(tokenizer: LLTokenizer, text: str) -> tuple[int, str] | None:
     if error := _matcher(tokenizer, text).get_error():
         place = _PLACE.match(error)
         return int(place[1]) if place else 0, sentence(error)
-    line = endless_line(text, partial(_has_text, tokenizer))
-    return (line, _NO_TEXT) if line else None
-
-
-def _has_text(tokenizer: LLTokenizer, schema: Mapping[str, Any]) -> bool:
-    """Whether a schema can be compiled, and a text is found quickly where it refers to itself."""
-    text = json.dumps({"grammars": [{"json_schema": schema}]})
-    if excess(text) is not None or (matcher := _matcher(tokenizer, text)).is_error():
-        return False
-    search = EndingSearch(tokenizer, source_of(text))
-    num_steps = _NUM_STEPS // 10
-    return "$ref" not in text or search.find(matcher, LONGEST_ENDING, num_steps) is not None
+    return None
 
 
 def _compiles(tokenizer: LLTokenizer, known: dict[str, bool], schema: Mapping[str, Any]) -> bool:
-    """Whether a tool's schema that is not strict can be compiled, and has a text. `known`: by
-    schema, because the parts of tools are often the same."""
+    """Whether a tool's schema that is not strict can be compiled. `known`: by schema, because the
+    parts of tools are often the same."""
     key = json.dumps(schema)
     if key not in known:
-        known[key] = _has_text(tokenizer, {**schema, "x-guidance": {"lenient": True}})
+        lenient = {**schema, "x-guidance": {"lenient": True}}
+        text = json.dumps({"grammars": [{"json_schema": lenient}]})
+        known[key] = excess(text) is None and not _matcher(tokenizer, text).is_error()
     return known[key]
 
 

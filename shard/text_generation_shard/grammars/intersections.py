@@ -6,10 +6,9 @@ Runs where it may be killed: it can take long itself.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from itertools import zip_longest
 from typing import Any
 
 # The time of a single token doubles with each pattern: 10 ms at 12, 6 s at 20, 116 s at 24.
@@ -88,25 +87,17 @@ def _num_repeats(pattern: str) -> int:
     return sum(totals)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """The number of patterns at a place of a value, and the places in it: by name, by index, and
-    `*` for others."""
-
-    num: int = 0
-    inner: Mapping[str, "_Place"] = field(default_factory=dict)
-
-
-_EMPTY = _Place()
-# Where a schema refers to itself.
-_AGAIN = _Place()
+_Depths = tuple[int, ...]
+"""By depth in a value: the most patterns that may have to hold for the same string there."""
+_LOOP: _Depths = (0,)
+"""Where a schema refers to itself, which is not followed again."""
 
 
 def _num_together(schema: Any) -> int:
-    """The most patterns that must hold for the same string; all there are if that is not known."""
-    places = _Places(schema)
-    most = places.most(places.of(schema))
-    if places.are_known:
+    """No fewer than the most patterns that must hold for the same string."""
+    counter = _Counter(schema)
+    most = max(counter.of(schema), default=0)
+    if counter.is_known and not (counter.has_loops and counter.has_sums):
         return most
     return len({pattern for part in _mappings(schema) for pattern in _patterns(part)})
 
@@ -116,52 +107,39 @@ def _patterns(schema: Mapping[str, Any]) -> list[str]:
     return [str(schema.get(keys[0])) for keys in _PATTERNS if schema.keys() & {*keys}]
 
 
-class _Places:
-    """Owns what is known of a schema's places. Schemas that refer to themselves are not followed
-    again."""
+class _Counter:
+    """Counts the patterns of a schema's values. Names are not compared: the parts of an `allOf` may
+    have their patterns at different names, and count as if they were at the same."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._known: dict[str, _Place] = {}
-        self._joined: dict[tuple[_Place, _Place, bool], _Place] = {}
-        self._most: dict[_Place, int] = {}
-        self.are_known = True
-        """False: a schema's reference to itself must hold beside another, or references do not
-        begin at the root."""
+        self._known: dict[str, _Depths] = {}
+        self.is_known, self.has_loops, self.has_sums = True, False, False
+        """Whether all references begin at the root, a schema refers to itself, and several schemas
+        must hold at once."""
 
-    def of(self, schema: Any) -> _Place:
-        """The places of a schema's values."""
+    def of(self, schema: Any) -> _Depths:
+        """The patterns of a schema's values; empty where it has none."""
         if not isinstance(schema, Mapping):
-            return _EMPTY
+            return ()
         if schema is not self._root and any(isinstance(schema.get(key), str) for key in _NAMES):
-            self.are_known = False
-        num, inner = len(_patterns(schema)), self._inner(schema)
-        place = _Place(num, inner) if num or inner else _EMPTY
-        parts = [self.of(part) for part in _listed(schema, "allOf")]
-        either = partial(self._joint, is_both=False)
-        for key in ("anyOf", "oneOf"):
-            parts.append(reduce(either, map(self.of, _listed(schema, key)), _EMPTY))
+            self.is_known = False
+        named = self._most(part for _, part in _named(schema, "properties"))
+        matched = self._most(part for _, part in _named(schema, "patternProperties"))
+        others = (schema.get("items"), schema.get("additionalProperties"))
+        rest = self._most([*_listed(schema, "prefixItems"), *others])
+        inner = _largest([self._sum([named, matched]), rest])
+        num = len(_patterns(schema))
+        parts = [(num, *inner) if num or inner else ()]
+        parts += map(self.of, _listed(schema, "allOf"))
+        parts += [self._most(_listed(schema, key)) for key in ("anyOf", "oneOf")]
         if isinstance(reference := schema.get("$ref"), str):
             parts.append(self._referenced(reference))
-        return reduce(partial(self._joint, is_both=True), parts, place)
+        return self._sum(parts)
 
-    def _inner(self, schema: Mapping[str, Any]) -> dict[str, _Place]:
-        named = {name: self.of(part) for name, part in _named(schema, "properties")}
-        matched = [self.of(part) for _, part in _named(schema, "patternProperties")]
-        either = partial(self._joint, is_both=False)
-        if matched:
-            others = reduce(either, matched)
-            named = {
-                name: self._joint(place, others, is_both=True) for name, place in named.items()
-            }
-        first = {str(at): self.of(part) for at, part in enumerate(_listed(schema, "prefixItems"))}
-        rest = (self.of(schema.get(key)) for key in ("items", "additionalProperties"))
-        inner = {**named, **first, "*": reduce(either, [*matched, *rest])}
-        return {name: place for name, place in inner.items() if place is not _EMPTY}
-
-    def _referenced(self, reference: str) -> _Place:
+    def _referenced(self, reference: str) -> _Depths:
         if reference not in self._known:
-            self._known[reference] = _AGAIN
+            self._known[reference] = _LOOP
             target = self._root if reference[:1] == "#" and "%" not in reference else None
             for name in reference.split("/")[1:]:
                 name = name.replace("~1", "/").replace("~0", "~")
@@ -169,33 +147,23 @@ class _Places:
                     target = dict(enumerate(target)).get(int(name))
                 else:
                     target = target.get(name) if isinstance(target, Mapping) else None
-            self.are_known &= target is not None
+            self.is_known &= target is not None
             self._known[reference] = self.of(target)
+        self.has_loops |= self._known[reference] is _LOOP
         return self._known[reference]
 
-    def _joint(self, one: _Place, other: _Place, is_both: bool) -> _Place:
-        """The place where both hold, or one of them."""
-        if one is _EMPTY or other is _EMPTY:
-            return other if one is _EMPTY else one
-        if is_both and _AGAIN in (one, other):
-            self.are_known = False
-        key = one, other, is_both
-        if key not in self._joined:
-            names = {**one.inner, **other.inner}
-            inner = {name: self._joint(_at(one, name), _at(other, name), is_both) for name in names}
-            num = one.num + other.num if is_both else max(one.num, other.num)
-            self._joined[key] = _Place(num, inner)
-        return self._joined[key]
+    def _most(self, schemas: Iterable[Any]) -> _Depths:
+        """The patterns where one of these schemas holds."""
+        return _largest([self.of(schema) for schema in schemas])
 
-    def most(self, place: _Place) -> int:
-        """The most patterns at this place or at one in it."""
-        if place not in self._most:
-            self._most[place] = max([place.num, *map(self.most, place.inner.values())])
-        return self._most[place]
+    def _sum(self, parts: Sequence[_Depths]) -> _Depths:
+        """The patterns where all of these hold."""
+        self.has_sums |= sum(map(bool, parts)) > 1
+        return tuple(map(sum, zip_longest(*parts, fillvalue=0)))
 
 
-def _at(place: _Place, name: str) -> _Place:
-    return place.inner.get(name) or place.inner.get("*") or _EMPTY
+def _largest(parts: Sequence[_Depths]) -> _Depths:
+    return tuple(map(max, zip_longest(*parts, fillvalue=0)))
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -17,15 +17,6 @@ _LAST = ("additionalProperties", "required")
 _RULE = re.compile(r"((?:call_\d+|formatted): .*?%json )(\{.*)")
 
 
-def endless_line(text: str, has_text: Callable[[Mapping[str, Any]], bool]) -> int:
-    """The first line with the schema of a tool that has no text; 0: there is none."""
-    for number, line in enumerate(_lines(text) if "$ref" in text else (), start=1):
-        rule = _rule(line) if "$ref" in line else None
-        if rule is not None and not has_text(rule[1]):
-            return number
-    return 0
-
-
 def _rule(line: str) -> tuple[str, dict[str, Any], str] | None:
     """A rule of the router's as the text before its schema, the schema, and the text behind it.
     None: it is another's. A client's own grammar may have rules of these names."""
@@ -36,13 +27,12 @@ def _rule(line: str) -> tuple[str, dict[str, Any], str] | None:
         schema, end = json.JSONDecoder().raw_decode(found[2])
     except (ValueError, RecursionError):
         return None
-    options = schema.get("x-guidance")
+    options, parts = schema.get("x-guidance"), schema.get("anyOf")
     if not isinstance(options, dict):
         return None
-    if options.get("lenient") and line.startswith("formatted"):
-        parts = schema.get("anyOf")
-        if not isinstance(parts, list) or not parts or not all(isinstance(p, dict) for p in parts):
-            return None
+    is_choice = isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)
+    if options.get("lenient") and line.startswith("formatted") and not is_choice:
+        return None
     return found[1], schema, found[2][end:]
 
 
@@ -118,34 +108,9 @@ class _Leaver:
     def _joined(self, inner: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords that can be compiled together."""
         kept: dict[str, Any] = {}
-        is_open = False
         for key in sorted(inner, key=lambda key: key in _LAST and 1 + _LAST.index(key)):
-            if key == "additionalProperties" and is_open:
-                continue  # it would forbid what was left out
-            if self._compiles({**kept, key: inner[key]}):
+            # It would forbid what was left out.
+            is_closing = key == "additionalProperties" and inner.keys() & {*_NAMED} - kept.keys()
+            if not is_closing and self._compiles({**kept, key: inner[key]}):
                 kept[key] = inner[key]
-                continue
-            is_open |= key in _NAMED
-            if some := self._some(kept, key, inner[key]):
-                kept[key] = some
         return kept
-
-    def _some(self, kept: Mapping[str, Any], key: str, value: Any) -> Any:
-        """The names or items of a keyword that can be compiled together; none if there are none."""
-        is_named = key in ("properties", "patternProperties") and isinstance(value, dict)
-        if not is_named and not (key in ("required", "type") and isinstance(value, list)):
-            return None
-        is_closed = kept.get("additionalProperties") is False and "patternProperties" not in kept
-        if key == "required" and is_closed:
-            names = list(kept.get("properties", ()))
-            value = [name for name in value if name in names]
-        kind: type = dict if is_named else list
-        found: list[Any] = []
-        waiting = [list(value.items() if is_named else value)]
-        while waiting:
-            some = waiting.pop()
-            if self._compiles({**kept, key: kind([*found, *some])}):
-                found += some
-            elif len(some) > 1:
-                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
-        return kind(found)
