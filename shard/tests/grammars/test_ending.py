@@ -146,14 +146,6 @@ def test_one_token_may_ask_for_many_more(compiler: GrammarCompiler, tokenizer: T
         check(tokenizer.decode(written), schema)
 
 
-def test_the_same_is_found_again(compiler: GrammarCompiler) -> None:
-    text = schema_text(closed(a={"type": "string", "pattern": "a.*b.*c"}, b={}))
-    first, second = (compiler.compile_now(text) for _ in range(2))
-    assert first.ending == second.ending
-    walks = [walk(grammar, grammar.min_tokens + 9, random.Random(7)) for grammar in (first, second)]
-    assert walks[0] == walks[1]
-
-
 @pytest.mark.parametrize("num_without", [3, 99])
 def test_a_text_goes_on_to_where_an_ending_is_found(
     num_without: int,
@@ -180,33 +172,3 @@ def test_a_text_goes_on_to_where_an_ending_is_found(
         assert re.fullmatch(r"a\[[0-9]+\]", tokenizer.decode(written))
     else:
         assert "can not be completed" in constraint.failure and len(written) < len(asked) * 99
-
-
-def test_far_from_the_limit_nothing_is_searched(
-    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grammar = compiler.compile_now('start: "a"* "[" /[0-9]/ "]"')
-    monkeypatch.delattr(EndingSearch, "find")
-    constraint = Constraint(grammar, (), grammar.far + 9, 0)
-    for token in tokenizer.encode("aaa[0]", add_special_tokens=False).ids:
-        assert constraint.settle(token) == token
-
-
-@pytest.mark.parametrize(
-    ("pattern", "part"),
-    [
-        ("^sc", {"type": "integer", "minimum": 50_000}),
-        ("re$", {"type": "string", "minLength": 30}),
-        ("o", {"pattern": "^[abc]{6}$"}),
-    ],
-)
-def test_a_property_follows_the_patterns_that_match_its_name(
-    pattern: str, part: dict[str, object], compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    properties = {"score": {"type": part.get("type", "string")}, "a": {"type": "null"}}
-    schema = closed(**properties) | {"patternProperties": {pattern: part}}
-    grammar = compiler.compile_now(schema_text(schema))
-    assert not grammar.error
-    for spare in (0, 5, 40):
-        text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, random.Random(spare)))
-        check(text, schema)

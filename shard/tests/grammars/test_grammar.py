@@ -15,7 +15,7 @@ from text_generation_shard.grammars.ending import allowed_tokens
 from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
-from integration_tests.schemas import SCHEMAS, check, closed
+from integration_tests.schemas import check, closed
 from shard.tests.driver import DEVICES, Driver, load_engine
 
 EMBEDDED = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
@@ -66,24 +66,6 @@ def walk(grammar: Grammar, max_new_tokens: int, draw: random.Random) -> list[int
         written.append(token)
     assert not constraint.failure
     return written
-
-
-@pytest.mark.parametrize("model", ["tiny", "embedded"])
-@pytest.mark.slow
-def test_random_tokens_always_become_what_the_schema_says(
-    model: str, compiler: GrammarCompiler, tokenizer: Tokenizer
-) -> None:
-    draw = random.Random(20)
-    if model == "embedded":
-        compiler = GrammarCompiler(EMBEDDED, 4096, [2, 0])
-        tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    for schema in SCHEMAS:
-        grammar = compiler.compile_now(schema_text(schema))
-        assert not grammar.error, f"{schema}: {grammar.error}"
-        check(tokenizer.decode(list(grammar.ending), skip_special_tokens=False), schema)
-        for spare in (0, 1, 3, 20):
-            written = walk(grammar, grammar.min_tokens + spare, draw)
-            check(tokenizer.decode(written, skip_special_tokens=False), schema)
 
 
 def test_the_engine_writes_what_the_schema_says_beside_others_it_does_not_change(

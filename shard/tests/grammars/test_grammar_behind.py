@@ -2,9 +2,8 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS
-from shard.tests.driver import DEVICES, Driver, load_engine, reference_device
+from shard.tests.driver import Driver, load_engine
 from shard.tests.grammars.test_grammar import schema_text
-from shard.tests.stream_device import StreamDevice
 
 OTHERS: list[dict[str, Any]] = [
     {"max_new_tokens": 30, "ignore_eos_token": True},
@@ -165,24 +163,6 @@ def test_a_request_cancelled_while_two_steps_are_in_flight_changes_no_other(
     assert engine.num_rows_taken == 0
 
 
-def test_steps_that_are_lost_are_repeated_with_the_masks_they_had(
-    stream: Driver,
-    plain: Driver,
-    open_ended: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wanted = alone(plain, **open_ended)
-    stream.add([stream.request(0, [3, 4], **open_ended)])
-    first, second = stream.engine.launch(StepInput()), stream.engine.launch(StepInput())
-    with monkeypatch.context() as patch:
-        patch.setattr(first, "launched", SimpleNamespace(result=lambda: 1 / 0))
-        for handle in (first, second):
-            with pytest.raises(ZeroDivisionError):
-                handle.result()
-    stream.run()
-    assert stream.tokens[0] == wanted
-
-
 def test_a_step_that_can_not_be_launched_again_is_lost_alone(
     stream: Driver,
     plain: Driver,
@@ -207,21 +187,6 @@ def test_a_step_that_can_not_be_launched_again_is_lost_alone(
     assert 0 < len(stream.tokens[0]) < len(wanted) and stream.engine.num_rows_taken == 1
     stream.run()
     assert stream.tokens[0] == wanted
-
-
-def test_a_step_that_is_launched_again_sees_the_lengths_it_saw(
-    checkpoint: Callable[[str], Path], open_ended: dict[str, Any]
-) -> None:
-    """Where rope depends on them: beyond the original context of 64 tokens."""
-    found = []
-    for device in DEVICES:
-        driver = Driver(load_engine(checkpoint("llama-dynamic"), device=device))
-        driver.add([driver.request(0, range(3, 63), max_new_tokens=20, ignore_eos_token=True)])
-        driver.add([driver.request(1, range(5, 75), **open_ended)], driver.advance({}))
-        driver.run()
-        found.append((driver.tokens, driver.logprobs, driver.reasons))
-    assert found[0] == found[1]
-    assert found[0][2][1] == FinishReason.LENGTH, "the text was brought to its end"
 
 
 LONG: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos_token": True}
@@ -260,32 +225,3 @@ def test_a_forced_token_leaves_the_scores_alone(
     assert [found.top_token_counts for _, found in seen][-2] == [1]
     assert seen[-2][1].top_token_ids == seen[-2][1].token_ids
     assert seen[-2][1].top_token_logprobs == [0.0]
-
-
-def test_recorded_steps_are_as_others(
-    tiny_model_path: Path, open_ended: dict[str, Any], compiler: GrammarCompiler
-) -> None:
-    """Their scores use the memory of the previous step. A token is replaced in that step, which
-    ends a row in front of another, or makes the engine launch the step again."""
-    digits = {
-        "grammar": compiler.compile_now("start: /[0-9]+/"),
-        "sampling": {"logit_bias": ((0, -100.0), (2, -100.0))},
-        "max_new_tokens": 5,
-    }
-    found = []
-    for device in (reference_device(), reference_device(StreamDevice)):
-        driver = Driver(load_engine(tiny_model_path, device=device, max_batch_size=4))
-        driver.add([driver.request(0, [3, 4], **digits)])
-        # Chosen when the step before is known.
-        late = driver.request(2, range(9, 20), sampling={"repetition_penalty": 1.3}, **LONG)
-        driver.add([late], driver.advance({}))
-        for _ in range(9):
-            driver.step()
-        driver.add([driver.request(1, [3, 4], **open_ended)], driver.advance({}))
-        driver.run()
-        found.append(driver)
-    plain, recorded = found
-    assert all(recorded.engine._runner.graphs._recorded.values())  # type: ignore[attr-defined]
-    assert (recorded.tokens, recorded.reasons) == (plain.tokens, plain.reasons)
-    for number, logprobs in plain.logprobs.items():
-        assert recorded.logprobs[number] == pytest.approx(logprobs, abs=1e-4)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +12,7 @@ from text_generation_process.worker import WorkerError
 from text_generation_shard.grammars import compiler as compiling
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
-from text_generation_shard.grammars.grammar import Grammar, Tried, sentence, source_of
+from text_generation_shard.grammars.grammar import Grammar, Tried, source_of
 
 from integration_tests.schemas import closed
 from integration_tests.server import workers_of
@@ -86,13 +85,6 @@ async def test_a_trial_whose_process_dies_is_repeated_once(
     assert not grammar.error or "takes too long or needs too much memory" in grammar.error
 
 
-async def test_processes_that_were_killed_are_replaced(compiler: GrammarCompiler) -> None:
-    assert not (await compiler.compile(regex("[0-9]{2}"))).error
-    for child in workers():
-        child.kill()
-    assert not (await compiler.compile(regex("[0-9]{3}"))).error
-
-
 async def test_concurrent_calls_share_a_trial(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,13 +123,6 @@ async def test_what_is_remembered_is_bounded(
     assert len(compiler._known) < 5 and await compiler.compile(regex("a")) is not first
 
 
-async def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
-    compiler = GrammarCompiler(tmp_path, 300, [0])
-    grammar = await compiler.compile(regex("a"))
-    assert "grammars do not work with this model's tokenizer.json" in grammar.error
-    compiler.close()
-
-
 @pytest.mark.parametrize("pattern", ["([^x]{1000000})?", "(([^x]{100}){100}){100}?|a"])
 def test_repeats_that_can_not_be_ended_are_not_begun(pattern: str) -> None:
     compiler = GrammarCompiler(EMBEDDED, 4096, [2, 0])
@@ -152,15 +137,6 @@ def test_repeats_that_can_not_be_ended_are_not_begun(pattern: str) -> None:
         token = row.settle(4)
         assert time.monotonic() - began < 0.5
         assert not row.failure and (token in grammar.eos_ids or grammar.ending == (token,))
-
-
-def test_an_error_shows_little_of_a_pattern() -> None:
-    shown = sentence("Unable to determine: " + "secret " * 500 + " is empty")
-    assert len(shown) < 220 and shown.startswith("Unable") and shown.endswith("is empty")
-
-
-def test_a_grammar_that_fails_is_no_grammar() -> None:
-    assert Constraint(Grammar("reason"), (), 5, 0).failure == "reason"
 
 
 def test_another_rank_accepts_what_is_chosen() -> None:
