@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.errors import ModelError
 from text_generation_shard.server import serve
 from text_generation_shard.tracing import StepTracing
 
@@ -47,30 +46,6 @@ async def test_a_step(tracing: StepTracing, exporter: InMemorySpanExporter) -> N
     times = {"forward_ns": 5, "decode_ns": 6, "total_ns": 12, "rank": 3}
     assert times.items() <= span.attributes.items()
     assert span.status.status_code is StatusCode.UNSET
-
-
-async def test_steps_that_end_badly(tracing: StepTracing, exporter: InMemorySpanExporter) -> None:
-    for error in (ModelError("no"), None):
-        step: asyncio.Future[pb.StepResponse] = asyncio.get_running_loop().create_future()
-        tracing.follow(step, "Prefill", CONTEXT)
-        if error is None:
-            step.cancel()
-        else:
-            step.set_exception(error)
-        await settle(step)
-    spans = exporter.get_finished_spans()
-    assert [span.attributes["error.type"] for span in spans] == ["ModelError", "CancelledError"]
-    assert {span.status.status_code for span in spans} == {StatusCode.ERROR}
-
-
-async def test_no_span_without_sampling(
-    tracing: StepTracing, exporter: InMemorySpanExporter
-) -> None:
-    step: asyncio.Future[pb.StepResponse] = asyncio.get_running_loop().create_future()
-    tracing.follow(step, "Decode", CONTEXT.removesuffix("01") + "00")
-    step.set_result(pb.StepResponse())
-    await settle(step)
-    assert not exporter.get_finished_spans()
 
 
 def test_a_wrong_endpoint_is_refused_before_anything_is_loaded(tmp_path) -> None:

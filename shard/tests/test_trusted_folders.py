@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from text_generation_shard import trusted_folders as places
-from text_generation_shard.device.cpu.kernels import cache
 from text_generation_shard.device.cuda.cache import choose_directory
 from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
@@ -49,32 +48,6 @@ def test_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder.symlink_to(tmp_path)
     with pytest.raises(OSError, match="or is no folder"):
         temporary_folder("x")
-
-
-def test_where_kernels_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    open_to_all, own = tmp_path / "open", tmp_path / "own"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    monkeypatch.setattr(cache.config, "CACHE_DIR", str(open_to_all))
-    monkeypatch.setattr(cache, "_candidates", lambda: iter([open_to_all, own]))
-    cache.choose_directory()
-    assert Path(cache.config.CACHE_DIR).parent == own
-    assert f"not cached in {open_to_all}" in caplog.text
-
-
-def test_a_full_place_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    full, own = tmp_path / "full", tmp_path / "own"
-    monkeypatch.setattr(cache.config, "CACHE_DIR", str(full))
-    monkeypatch.setattr(cache, "_candidates", lambda: iter([full]))
-    monkeypatch.setattr(cache, "_ROOM_BYTES", 2**62)
-    monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda prefix: str(own))
-    cache.choose_directory()
-    assert Path(cache.config.CACHE_DIR) == own
-    assert f"not cached in {full}" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["own", "open", "file", "~"])

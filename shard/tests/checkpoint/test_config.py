@@ -98,6 +98,8 @@ def test_a_wrong_field_works_or_is_named(family: str, file: str, tmp_path: Path)
             "`partial_rotary_factor` in .* is 0.5; expected none",
         ),
         ({"head_dim": 33}, "rotates 33 of the 33 features of a head"),
+        ({"model_type": None}, "has no `model_type`"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported"),
         ({"quantization_config": "awq"}, r"quantized \(awq\), as `quantization_config` in"),
         ({"architectures": "LlamaForCausalLM"}, "`architectures` in .*; expected a list of texts"),
         ({"num_key_value_heads": 3}, "a divisor of the 4 attention heads"),

@@ -58,12 +58,6 @@ def local_model(path: Path, *names: str) -> Path:
 # --- a local directory
 
 
-def test_a_local_directory_is_used_as_it_is(tmp_path, log):
-    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
-    assert resolve_model(str(model)) == model
-    assert log.messages == [f"using local directory {model}"]
-
-
 def test_a_local_directory_needs_neither_torch_nor_the_hub(tmp_path):
     model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
     script = (
@@ -185,12 +179,6 @@ def test_an_interrupted_snapshot_is_completed(hub, tmp_path):
     assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_pull_request_revision(hub, tmp_path):
-    fetch(hub, tmp_path, "refs/pr/1")
-    reference = tmp_path / "models--some--model" / "refs" / "refs" / "pr" / "1"
-    assert reference.read_text() == COMMIT
-
-
 def test_sharded_weights_are_those_of_the_index(hub, tmp_path):
     names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     del hub.files["model.safetensors"]
@@ -202,16 +190,6 @@ def test_sharded_weights_are_those_of_the_index(hub, tmp_path):
     assert hub.asked_for("consolidated.safetensors") == []
 
 
-def test_a_cut_connection_is_taken_up_again(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
-    hub.cut_after = 700_000
-    snapshot = fetch(hub, tmp_path)
-    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
-    first, second = hub.asked_for("model.safetensors")
-    assert first is None
-    assert second is not None and second.startswith("bytes=")
-
-
 def test_progress(hub, tmp_path, log, monkeypatch):
     monkeypatch.setattr(download, "PROGRESS_S", 0.05)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
@@ -220,12 +198,6 @@ def test_progress(hub, tmp_path, log, monkeypatch):
     said = [m for m in log.messages if m.startswith("downloading model.safetensors: ")]
     assert len(set(said)) > 2
     assert all(m.endswith(" of 1.0 MB") for m in said)
-
-
-def test_the_token_is_sent(hub, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    fetch(hub, tmp_path)
-    assert hub.tokens == {"Bearer secret"}
 
 
 # --- what can go wrong with the hub
@@ -249,11 +221,6 @@ def test_a_refusal_of_the_hub(hub, tmp_path, status, code, expected):
 
 def test_a_revision_that_does_not_exist(hub, tmp_path):
     assert "some/model has no revision v9" in error_of(hub, tmp_path, "v9")
-
-
-def test_no_network(hub, tmp_path):
-    hub.endpoint = "http://127.0.0.1:1"
-    assert "cannot download some/model from http://127.0.0.1:1" in error_of(hub, tmp_path)
 
 
 def test_offline(hub, tmp_path):
@@ -322,12 +289,6 @@ def test_files_that_arrived_before_a_failure_are_kept(hub, tmp_path, monkeypatch
     assert (fetch(hub, tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.asked_for("config.json") == []
     assert not left_by_another.exists()
-
-
-def test_files_that_do_not_arrive_are_missed(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    assert "config.json of some/model has not arrived" in error_of(hub, tmp_path)
-    assert not [*tmp_path.rglob("refs")]
 
 
 def test_a_cache_that_cannot_be_written(hub, tmp_path):

@@ -12,11 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from text_generation_shard.checkpoint.download import resolve_model
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError
-from text_generation_shard.server import load_engine
 
-from integration_tests.checkpoints import write_checkpoint
 from integration_tests.hub import FakeHub, serving
 
 WEIGHTS = {
@@ -102,37 +99,6 @@ def test_a_tensor_with_two_names_has_both(tmp_path: Path) -> None:
     assert same(load_file(directory / "model.safetensors"), {"a": shared.data, "b": shared.data})
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2"])
-def test_what_is_converted_is_served(tmp_path: Path, family: str) -> None:
-    directory = write_checkpoint(family, tmp_path / "m")
-    from transformers import AutoModelForCausalLM
-
-    # With the head that shares its memory with the embedding.
-    state = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-    wanted = load_file(directory / "model.safetensors")
-    assert len(state) == len(wanted) + 1
-    torch.save(state, directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="download-weights"):
-        load_engine(ShardConfig(model_path=directory, device="cpu"))
-    resolve_model(str(directory))
-    converted = load_file(directory / "model.safetensors")
-    assert same({name: converted[name] for name in wanted}, wanted)
-    load_engine(ShardConfig(model_path=directory, device="cpu"))
-
-
-def test_serving_refuses_with_the_command_that_converts(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    directory = write_checkpoint("llama3", tmp_path / "m")
-    (directory / "model.safetensors").unlink()
-    torch.save({"a": Evil(trace)}, directory / "pytorch_model.bin")
-    with pytest.raises(ModelError) as caught:
-        load_engine(ShardConfig(model_path=directory, device="cpu"))
-    assert f"{directory} holds pytorch_model.bin, which is a pickle" in str(caught.value)
-    assert f"`text-generation-server download-weights {directory}`" in str(caught.value)
-    assert not trace.exists()
-
-
 @pytest.mark.parametrize("place", ["value", "first", "hook"])
 def test_nothing_of_a_pickle_runs(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
@@ -180,13 +146,6 @@ def test_what_is_no_checkpoint(tmp_path: Path, content: Any, expected: str | Non
         resolve_model(str(directory))
     else:
         assert expected in error_of(directory)
-
-
-def test_many_names_of_one_tensor_do_not_fill_the_disk(tmp_path: Path) -> None:
-    whole = torch.zeros(10**5)
-    content = {str(n): whole for n in range(10**4)}
-    directory = model_in(tmp_path / "m", pytorch_model__bin=content)
-    assert "take 4000000000 bytes" in error_of(directory)
 
 
 @pytest.mark.parametrize("kind", ["text", "half", "empty", "old", "compressed"])

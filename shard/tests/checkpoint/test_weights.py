@@ -24,7 +24,7 @@ from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
 from torch import Tensor
 
-from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.driver import reference_device
 
 # q, k and v; a matrix of two stacked projections; one split by its inputs; vectors.
 SHAPES = {
@@ -185,39 +185,6 @@ def test_a_matrix_is_never_held_in_the_type_of_the_checkpoint(tmp_path: Path) ->
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_a_model_that_was_staged_answers_the_same(checkpoint: Callable[[str], Path]) -> None:
-    """Tied heads, fused projections, biases: everything that happens after the last copy."""
-    path, found = checkpoint("llama-bias"), []
-    for kind in (TorchDevice, StagingDevice):
-        driver = Driver(load_engine(path, device=reference_device(kind)))
-        driver.add([driver.request(0, range(3, 30), max_new_tokens=8, ignore_eos_token=True)])
-        driver.run()
-        found.append((driver.tokens, driver.logprobs))
-    assert found[0] == found[1]
-
-
-class FailingBuffer(LateBuffer):
-    """A buffer whose third copy fails."""
-
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        super().send(staged, target)
-        if self.num_sent == 3:
-            raise RuntimeError("the device is gone")
-
-
-class FailingDevice(StagingDevice):
-    make_buffer = FailingBuffer
-    buffer_bytes = 64
-
-
-def test_an_error_in_a_thread_is_the_callers(tmp_path: Path) -> None:
-    write(tmp_path, torch.float32)
-    device = reference_device(FailingDevice)
-    for _ in range(5):
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            loaded(device, 0, 1, tmp_path)
-
-
 class FullBuffer(LateBuffer):
     def send(self, staged: Tensor, target: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -319,23 +286,6 @@ def test_which_type_a_gpu_computes_in(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_gpu_gets_the_same_bits_both_ways(
-    dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, torch.float32)
-    options = DeviceOptions(dtype, "float32")
-    device = open_device("cuda", options)
-    plain = TorchDevice(device.torch_device, device.dtype, options)
-    for rank in ((0, 1), (1, 2)):
-        with caplog.at_level(logging.INFO):
-            staged = loaded(device, *rank, tmp_path)
-        assert "GB/s" in caplog.text
-        for name, tensor in loaded(plain, *rank, tmp_path).items():
-            assert torch.equal(tensor, staged[name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> None:
     """A matrix of several buffers. Pinned memory is released."""
     big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
@@ -355,31 +305,6 @@ def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> Non
     assert torch.cuda.max_memory_allocated() - before <= found[0].nbytes + 2**21
     assert torch.equal(found[0].cpu(), big.to(device.dtype))
     assert pinned_bytes() <= pinned
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_gpu_quantises_what_the_checkpoint_holds(quantize: str, tmp_path: Path) -> None:
-    """In the checkpoint's dtype, one matrix at a time; temporary memory is released."""
-    big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
-    save_file({"big": big}, tmp_path / "model.safetensors")
-    device = open_device("cuda", DeviceOptions(None, "float32", quantize))
-    parameters, found = Parameters(device, quantize), []
-
-    def receive(weight: Tensor) -> Matrix:
-        assert torch.equal(weight.cpu(), big)
-        found.append(device.matrix(weight, quantize))
-        return found[0]
-
-    parameters.add_matrix({"big": [whole(12_000)]}, whole(4096), receive)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    parameters.load(tmp_path)
-    assert found[0].kind == quantize
-    # Some float32 copies of a part of 2 ** 22 numbers.
-    most = big.nbytes + found[0].nbytes + 20 * 4 * 2**22
-    assert torch.cuda.max_memory_allocated() - before <= most
-    assert torch.cuda.memory_allocated() - before <= found[0].nbytes + 2**21
 
 
 def pinned_bytes() -> int:

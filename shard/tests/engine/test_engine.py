@@ -1,19 +1,14 @@
 """The engine's rows, batches, endings and failures, and tokens regardless of batch composition."""
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, StepInput, WarmupLimits
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.server import load_engine as load
 from text_generation_shard.service import Batch
 
 from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, load_engine
@@ -195,26 +190,6 @@ def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Dr
     driver.engine.clear()
 
 
-def test_a_failed_prefill_leaves_everything_as_it_was(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = alone(driver, 0, [9, 8, 7], max_new_tokens=12)
-    driver.add([driver.request(1, [9, 8, 7], max_new_tokens=12)])
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the device says no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(driver.engine._runner), "_scores", fail)
-        with pytest.raises(RuntimeError, match="says no"):
-            driver.add([driver.request(2, [4] * 50)])
-        with pytest.raises(RuntimeError, match="says no"):
-            driver.step()
-    assert driver.engine.num_rows_taken == 1
-    driver.run()
-    assert driver.tokens[1] == wanted
-
-
 def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
     request = driver.request(0, [3, 4, 5])
     for changes, sentence in [
@@ -223,6 +198,7 @@ def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
         ({"num_prompt_tokens": 4}, "of which 4 are its prompt"),
         ({"num_cached_tokens": 3}, "at least one token must be left"),
         ({"input_ids": [3, 4, 300]}, "token id 300 is not below 300"),
+        ({"score_token_ids": (300,)}, "token id 300 is not below 300"),
         ({"input_ids": []}, "0 tokens"),
     ]:
         with pytest.raises(BatchError, match=sentence):
@@ -232,23 +208,6 @@ def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
     with pytest.raises(BatchError, match="named twice"):
         driver.engine.filter([0, 0])
     driver.run()
-
-
-def test_a_step_that_fails_in_sampling_can_be_repeated(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = alone(driver, 0, [9, 8, 7], max_new_tokens=12)
-    driver.add([driver.request(1, [9, 8, 7], max_new_tokens=12)])
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no memory left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("text_generation_shard.engine.engine.verify", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            driver.step()
-    driver.run()
-    assert driver.tokens[1] == wanted
 
 
 def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
@@ -287,77 +246,6 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
     assert late is None and not batch.finish(late).HasField("batch")
     with pytest.raises(BatchError, match="Batch ID 1 not found in cache"):
         batch.decode([1], StepInput())
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close(
-    tiny_model_path: Path, engine: Engine, dtype: str, driver: Driver
-) -> None:
-    ids = list(range(3, 60))
-    full = driver.add([driver.request(0, ids, prefill_logprobs=True)])
-    half_driver = Driver(load_engine(tiny_model_path, dtype=dtype))
-    half = half_driver.add([half_driver.request(0, ids, prefill_logprobs=True)])
-    half_driver.run()
-    error = torch.tensor(half.prefill_logprobs[0][1][1:]) - torch.tensor(
-        full.prefill_logprobs[0][1][1:]
-    )
-    assert float(error.abs().mean()) < 0.15
-    driver.run()
-
-
-# Checkpoints and settings that can not be served.
-
-
-def copy_of(path: Path, target: Path, **changes: Any) -> Path:
-    shutil.copytree(path, target)
-    config = json.loads((target / "config.json").read_text())
-    for key, value in changes.items():
-        if value is None:
-            del config[key]
-        else:
-            config[key] = value
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"model_type": None}, "has no `model_type`"),
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized \\(gptq\\)"),
-        ({"hidden_size": None}, "config.json has no `hidden_size`"),
-        ({"hidden_act": "mish"}, "activation mish is not supported"),
-        ({"rope_parameters": {"rope_type": "weird"}}, '`rope_type` in .* is "weird"'),
-        ({"num_hidden_layers": 4}, "lack model.layers.3"),
-        ({"num_hidden_layers": 2}, "hold unexpected model.layers.2"),
-        ({"intermediate_size": 96}, "not of the same model"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_one_sentence(
-    tiny_model_path: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
-    path = copy_of(tiny_model_path, tmp_path / "model", **changes)
-    with pytest.raises(ModelError, match=sentence) as caught:
-        load(ShardConfig(model_path=path, device="cpu"))
-    assert "\n" not in str(caught.value)
-
-
-def test_weights_that_can_not_be_read_are_one_sentence(
-    tiny_model_path: Path, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    corrupt = copy_of(tiny_model_path, tmp_path / "corrupt")
-    (corrupt / "model.safetensors").write_bytes(b"\xff" * 400)
-    with pytest.raises(ModelError, match="not a readable safetensors file"):
-        load(ShardConfig(model_path=corrupt, device="cpu"))
-    (corrupt / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights at all"):
-        load(ShardConfig(model_path=corrupt, device="cpu"))
-    partial = copy_of(checkpoint("llama-sharded"), tmp_path / "partial")
-    gone = sorted(partial.glob("model-*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(ModelError, match=gone.name):
-        load(ShardConfig(model_path=partial, device="cpu"))
 
 
 def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:

@@ -11,18 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.device.base import Device, Model, StepPlan, StepScores
 from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
 from text_generation_shard.service import Batch, Begun, ShardService
 
-from shard.tests.driver import Driver, load_engine, open_cpu
-from shard.tests.stream_device import StreamDevice
+from shard.tests.driver import Driver, load_engine
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -33,67 +30,10 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-class Later:
-    """A step that is computed when its result is requested."""
-
-    def __init__(self, runner: "BehindRunner", plan: StepPlan) -> None:
-        self.runner, self.plan = runner, plan
-        # Rows and tables must not be read after this.
-        self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes]
-
-    def wait(self) -> None:
-        """Returns at once: nothing runs in the background."""
-
-    @torch.inference_mode()
-    def result(self) -> StepScores:
-        runner, scores = self.runner, []
-        for scheduled, batch, waiting in self.passes:
-            ids = batch.input_ids.clone()
-            for index in waiting.tolist():
-                ids[index] = runner.last_tokens[int(scheduled.rows[index])]
-            runner.num_waiting += len(waiting)
-            hidden, wanted = (
-                runner.model.forward(replace(batch, input_ids=ids)),
-                batch.logits_indices,
-            )
-            scores.append(runner.model.logits(hidden if wanted is None else hidden[wanted]))
-        choice = self.plan.choose(torch.cat(scores))
-        rows = [
-            row for item, _, _ in self.passes for row in item.rows[item.num_sampled > 0].tolist()
-        ]
-        if choice is not None:
-            runner.last_tokens |= dict(zip(rows, choice.token_ids.tolist(), strict=True))
-        runner.num_done += 1
-        return StepScores(choice, 0)
-
-
-class BehindRunner:
-    """Owns the last chosen tokens by row, like a device."""
-
-    records_steps = False
-    compiles_steps = False
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.last_tokens: dict[int, int] = {}
-        self.num_waiting = self.num_done = 0
-
-    def launch(self, plan: StepPlan) -> Later:
-        return Later(self, plan)
-
-
-class BehindDevice(StreamDevice):
-    """Computes when a result is requested."""
-
-    def runner(self, model: Model) -> Any:
-        return BehindRunner(model)
-
-
 @pytest.fixture(scope="module")
 def engines(tiny_model_path: Path) -> dict[str, Engine]:
     """By name; cleared before each test."""
-    behind: Any = BehindDevice(open_cpu("float32"))
-    devices: dict[str, Device | str] = {"plain": "cpu", "behind": behind, "stream": "stream"}
+    devices = {"plain": "cpu", "stream": "stream"}
     return {name: load_engine(tiny_model_path, device=own) for name, own in devices.items()}
 
 
@@ -104,17 +44,10 @@ def plain(engines: dict[str, Engine]) -> Driver:
 
 
 @pytest.fixture
-def stream(engines: dict[str, Engine]) -> Driver:
+def driver(engines: dict[str, Engine]) -> Driver:
+    """An engine on a device that runs behind."""
     engines["stream"].clear()
     return Driver(engines["stream"])
-
-
-@pytest.fixture(params=["behind", "stream"])
-def driver(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Driver:
-    """An engine on a device that runs behind."""
-    engine = engines[request.param]
-    engine.clear()
-    return Driver(engine)
 
 
 def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
@@ -159,31 +92,20 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
 def test_tokens_are_those_of_a_device_that_is_not(driver: Driver, plain: Driver) -> None:
     expected = tokens_of(plain, behind=False)
     assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
-    runner: Any = driver.engine._runner
-    is_late = isinstance(runner, BehindRunner)
-    num_waiting = runner.num_waiting if is_late else 0
     assert tokens_of(driver, behind=True) == expected
     assert driver.reasons == plain.reasons
-    if is_late:
-        num_waiting = runner.num_waiting - num_waiting
-        assert num_waiting > 30, "most input tokens were not known on the host at launch"
     assert driver.engine.num_rows_taken == 0
 
 
-def test_what_depends_on_tokens_waits_for_them(engines: dict[str, Engine]) -> None:
-    engine = engines["behind"]
-    engine.clear()
-    runner: Any = engine._runner
-    driver = Driver(engine)
-    done = runner.num_done
+def test_what_depends_on_tokens_waits_for_them(driver: Driver) -> None:
+    engine = driver.engine
     first = engine.launch(StepInput([driver.request(0, range(3, 20), max_new_tokens=30)], False))
-    assert runner.num_done == done
     second = engine.launch(StepInput())
-    assert runner.num_done == done, "both are under way"
+    assert first.outcome is None, "both are under way"
     third = engine.launch(StepInput())
-    assert runner.num_done == done + 1, "no more than two are"
+    assert first.outcome is not None and second.outcome is None, "no more than two are"
     engine.launch(StepInput(speculate=2))
-    assert runner.num_done == done + 3, "draft tokens are made of tokens that are known"
+    assert third.outcome is not None, "draft tokens are made of tokens that are known"
     assert [len(handle.result().token_ids) for handle in (first, second, third)] == [1, 1, 1]
     engine.clear()
     assert engine.num_rows_taken == 0
@@ -267,9 +189,9 @@ def test_the_row_of_an_ended_request_leaks_nothing_to_its_next_request(
     assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
 
 
-def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(stream: Driver) -> None:
-    engine = stream.engine
-    request = stream.request(0, range(3, 12), prefill_logprobs=True)
+def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(driver: Driver) -> None:
+    engine = driver.engine
+    request = driver.request(0, range(3, 12), prefill_logprobs=True)
     handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
     first, second = (handle.result() for handle in handles)
     assert [(number, len(values)) for number, values in first.prefill_logprobs] == [(0, 9)]
@@ -295,8 +217,8 @@ def test_a_step_ahead_of_the_end_is_no_failure(
     assert batch.id is None and engine.num_rows_taken == 0
 
 
-async def test_a_step_whose_call_ended_is_collected(stream: Driver, tiny_model_path: Path) -> None:
-    engine, request = stream.engine, stream.request(0, [4, 5], max_new_tokens=1)
+async def test_a_step_whose_call_ended_is_collected(driver: Driver, tiny_model_path: Path) -> None:
+    engine, request = driver.engine, driver.request(0, [4, 5], max_new_tokens=1)
     service = ShardService(engine, ThreadPoolExecutor(1), ShardConfig(model_path=tiny_model_path))
     batch, is_collected = service._batch, threading.Event()
     finish = batch.finish
@@ -316,9 +238,9 @@ async def test_a_step_whose_call_ended_is_collected(stream: Driver, tiny_model_p
     service.close()
 
 
-def test_the_time_of_two_steps_is_counted_once(stream: Driver) -> None:
-    engine = stream.engine
-    stream.add([stream.request(0, range(3, 20), **LONG)])
+def test_the_time_of_two_steps_is_counted_once(driver: Driver) -> None:
+    engine = driver.engine
+    driver.add([driver.request(0, range(3, 20), **LONG)])
     began = time.perf_counter_ns()
     handles = [engine.launch(StepInput()), engine.launch(StepInput())]
     time.sleep(0.05)

@@ -207,17 +207,6 @@ def test_a_chunked_prompt_rests_unless_named_and_gets_no_token_before_its_end(
     assert driver.tokens[2] == driver.tokens[0]
 
 
-def test_rows_in_parts_are_filtered_and_cleared_like_others(driver: Driver) -> None:
-    engine, ids = driver.engine, list(range(3, 53))
-    parts = [replace(driver.request(n, ids), chunk_len=7) for n in range(3)]
-    driver.add(parts)
-    driver.drop(1)
-    assert engine.num_rows_taken == 2
-    driver.step({0: 43})
-    engine.clear()
-    assert engine.num_rows_taken == 0
-
-
 def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
     ids = list(range(3, 53))
     request = driver.request(0, ids)
@@ -260,29 +249,6 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     driver.run()
     assert driver.tokens[1] == driver.tokens[2] == driver.tokens[0]
     assert driver.prefill_logprobs[1] == pytest.approx(driver.prefill_logprobs[2], nan_ok=True)
-
-
-@pytest.mark.parametrize("max_prefill_tokens", [4096, 16])
-def test_a_row_reads_what_an_earlier_row_writes_in_the_same_pass(
-    max_prefill_tokens: int, tiny_model_path: Path
-) -> None:
-    """Both in chunks: the first computes its second block in the pass in which the other, which
-    shares the first two blocks, starts after them."""
-    driver = Driver(load_engine(tiny_model_path, max_prefill_tokens))
-    ids = list(range(3, 60))
-    driver.add([driver.request(0, ids, max_new_tokens=9, ignore_eos_token=True)])
-    driver.run()
-    driver.add([driver.request(9, [5, 6], max_new_tokens=9, ignore_eos_token=True)])
-    leader = driver.request(1, ids, max_new_tokens=9, ignore_eos_token=True)
-    other = driver.request(2, ids, max_new_tokens=9, ignore_eos_token=True)
-    table = [*leader.block_table[:2], *other.block_table[2:]]
-    driver.add([replace(leader, chunk_len=16)], driver.advance({}))
-    other = replace(other, block_table=table, num_cached_tokens=32, chunk_len=10)
-    # Rows of the batch come first in the pass, so new rows can read what they write.
-    driver.add([other], driver.advance({1: 20}))
-    driver.step({1: 21, 2: 15})
-    driver.run()
-    assert driver.tokens[1] == driver.tokens[2] == driver.tokens[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "stream"])

@@ -176,34 +176,6 @@ def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
     assert steps < 0.95 * sum(len(driver.tokens[seed]) - 1 for seed in range(12))
 
 
-def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
-    """Three tokens drawn after the same prompts with two sets of seeds, with and without
-    draft tokens."""
-    sampling = {"do_sample": True, "logit_bias": ((5, 201.0), (6, 200.0), (7, 199.3))}
-
-    def draw(first_seed: int, speculate: int) -> tuple[list[int], int]:
-        requests = [
-            driver.request(
-                seed, [5, 6, 7] * 5, sampling={**sampling, "seed": seed}, max_new_tokens=40
-            )
-            for seed in range(first_seed, first_seed + 60)
-        ]
-        driver.add(requests)
-        several = 0
-        while driver.running:
-            several += len(driver.step(speculate=speculate).token_counts)
-        return [token for item in requests for token in driver.tokens[item.id]], several
-
-    plain, _ = draw(0, 0)
-    drafted, several = draw(1000, 3)
-    assert several > 100, "draft tokens were right often enough to matter"
-    assert set(plain) == set(drafted) == {5, 6, 7}
-    for token in (5, 6, 7):
-        # Each share is that of 2,400 draws: four standard deviations of their difference.
-        difference = (plain.count(token) - drafted.count(token)) / 2400
-        assert abs(difference) < 4 * (2 * 0.25 / 2400) ** 0.5
-
-
 @pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])
 def test_an_end_token_ends_behind_right_draft_tokens(driver: Driver, reason: FinishReason) -> None:
     """The row repeats itself until min_new_tokens, then can only end, within its draft tokens."""

@@ -18,7 +18,7 @@ from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.step import FinishReason, StepInput, StepOutput
+from text_generation_shard.engine.step import FinishReason, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 from torch import Tensor
@@ -249,21 +249,6 @@ def test_a_request_that_does_not_fit_alone_fails_alone(
     assert memory.num_short > 5
 
 
-def test_a_prompt_that_fails_in_one_part_is_not_in_the_next(
-    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engines[StreamDevice]
-    driver = Driver(engine)
-    first = driver.request(0, range(3, 12), **LONG)
-    bad = replace(driver.request(1, [5] * 14 + [BAD] + [6] * 30, **LONG), chunk_len=10)
-    engine.step(StepInput([first, bad], runs_on=False))
-    Memory(engine, monkeypatch, "result", bad=BAD)
-    handles = [engine.launch(StepInput(chunks=[(1, count)])) for count in (10, 20)]
-    outputs = [handle.result() for handle in handles]
-    assert [[number for number, _ in item.errors] for item in outputs] == [[1], []]
-    assert [item.request_ids for item in outputs] == [[0], [0]] and engine.num_rows_taken == 1
-
-
 def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,32 +330,6 @@ def test_grammars_and_their_neighbours(
     assert memory.num_short > 10
 
 
-def test_another_error_in_a_part_leaves_what_was_there(
-    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = Driver(engines[TorchDevice])
-    ids = list(range(3, 53))
-    driver.add([driver.request(0, ids, **LONG)])
-    driver.run()
-    driver.add([driver.request(1, ids, **LONG)])
-    with monkeypatch.context() as patch:
-        memory = Memory(driver.engine, patch, most=20)
-        launch = memory.launch
-
-        def fail_late(plan: StepPlan) -> Launched:
-            if len(plan.passes[0].rows) == 1 and plan.passes[0].starts[0] == 20:
-                # The parts before it are computed.
-                raise ZeroDivisionError
-            return launch(plan)
-
-        patch.setattr(driver.engine._runner, "launch", fail_late)
-        with pytest.raises(ZeroDivisionError):
-            driver.add([driver.request(2, [5] * 40, **LONG)], driver.advance({}))
-    assert driver.engine.num_rows_taken == 1
-    driver.run()
-    assert driver.tokens[1] == driver.tokens[0]
-
-
 def test_top_tokens_are_found_on_the_host_where_the_device_has_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -419,15 +378,3 @@ def test_a_row_is_cut_into_its_beginning_and_its_end() -> None:
     assert spans(first) == [(3, 16, 25, 0)] and spans(second) == [(3, 41, 26, 1)]
     assert [spans(item) for item in out_of_memory.cut(scheduled((2, 7, 4, 4)))] == [[(2, 7, 1, 1)]]
     assert out_of_memory.cut(scheduled((2, 7, 1, 1))) == []
-
-
-def test_outputs_of_parts_are_one() -> None:
-    first = StepOutput([4], [0], [7, 8], [-1.0, -2.0], token_counts=[2])
-    second = StepOutput([5], [1], [9], [-3.0], top_token_counts=[1], top_token_ids=[9])
-    second.top_token_logprobs, second.prefill_logprobs = [-3.0], [(5, [0.0])]
-    whole = out_of_memory.merged([first, second, out_of_memory.failure(6, 3, gets_token=False)])
-    assert (whole.request_ids, whole.finish_reasons) == ([4, 5], [0, 1])
-    assert (whole.token_ids, whole.logprobs) == ([7, 8, 9], [-1.0, -2.0, -3.0])
-    assert (whole.token_counts, whole.top_token_counts) == ([2, 1], [0, 0, 1])
-    assert (whole.top_token_ids, whole.top_token_logprobs) == ([9], [-3.0])
-    assert whole.prefill_logprobs == [(5, [0.0])] and [item[0] for item in whole.errors] == [6]

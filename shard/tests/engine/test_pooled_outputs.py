@@ -14,12 +14,10 @@ from text_generation_shard.engine import pooled_outputs
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
-from text_generation_shard.parallel import World
 from torch import Tensor
 
 from integration_tests.oracle import Oracle
-from shard.tests.driver import DEVICES, Driver, load_engine, reference_device
-from shard.tests.ranks import run_ranks
+from shard.tests.driver import DEVICES, Driver, load_engine
 
 LENGTHS = (1, 3, 16, 17, 40, 90)
 PROMPTS = [[3 + (7 * place + 11 * n) % 90 for place in range(n)] for n in LENGTHS]
@@ -118,13 +116,6 @@ def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
         driver.engine.step(StepInput([replace(second, id=2, pooling=Pooling.MEAN)]))
 
 
-def test_a_token_that_is_not_there_can_not_be_scored(tiny_model_path: Path) -> None:
-    driver = Driver(load_engine(tiny_model_path))
-    with pytest.raises(BatchError, match="token id 300 is not below 300"):
-        driver.add([driver.request(0, [3], score_token_ids=(300,))])
-    assert driver.engine.num_rows_taken == 0
-
-
 def test_a_step_behind_a_prompt_adds_nothing(tiny_model_path: Path) -> None:
     driver = Driver(load_engine(tiny_model_path, device="stream"))
     engine = driver.engine
@@ -137,53 +128,6 @@ def test_a_step_behind_a_prompt_adds_nothing(tiny_model_path: Path) -> None:
     assert not second.pooled_prompts and not second.token_scores
     expected = driver.engine.step(StepInput([replace(request, id=1, max_new_tokens=1)]))
     assert vectors(expected)[1] == pytest.approx(vectors(first)[0], abs=1e-5)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
-def test_two_ranks_are_as_one(family: str, checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint(family)
-    oracle = Oracle(path, family)
-
-    def body(world: World) -> tuple[dict[int, Floats], list[list[float]]]:
-        driver = Driver(load_engine(path, 37, device=reference_device(), world=world))
-        requests = [
-            driver.request(2 * n + kind, ids, pooling=pooling, **WANTED)
-            for n, ids in enumerate(PROMPTS)
-            for kind, pooling in enumerate((Pooling.LAST, Pooling.MEAN))
-        ]
-        output = driver.add(requests)
-        return vectors(output), [scores for _, scores in output.token_scores]
-
-    for found, scores in run_ranks(2, body):
-        for n, ids in enumerate(PROMPTS):
-            assert_right(oracle, ids, Pooling.LAST, found[2 * n])
-            assert_right(oracle, ids, Pooling.MEAN, found[2 * n + 1])
-            assert scores[2 * n] == pytest.approx(scores_of(oracle, ids), abs=1e-4)
-
-
-def test_a_step_in_parts_for_want_of_memory(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No pass of more than 9 tokens fits: prompts are cut, and each sum is that of the whole."""
-    driver = Driver(load_engine(tiny_model_path))
-    options: Mapping[str, Any] = {"pooling": Pooling.MEAN, **WANTED}
-    whole = driver.add([driver.request(n, ids, **options) for n, ids in enumerate(PROMPTS)])
-    launch, num_short = driver.engine._runner.launch, 0
-
-    def little_memory(plan: Any) -> Any:
-        nonlocal num_short
-        if max(int(scheduled.counts.sum()) for scheduled in plan.passes) > 9:
-            num_short += 1
-            raise MemoryError
-        return launch(plan)
-
-    monkeypatch.setattr(driver.engine._runner, "launch", little_memory)
-    cut = driver.add([driver.request(10 + n, ids, **options) for n, ids in enumerate(PROMPTS)])
-    expected, found = vectors(whole), vectors(cut)
-    assert num_short > 5 and len(found) == len(PROMPTS)
-    for n in range(len(PROMPTS)):
-        assert found[10 + n] == pytest.approx(expected[n], abs=1e-4)
-    assert len(cut.token_scores) == len(PROMPTS)
 
 
 class _Norm:

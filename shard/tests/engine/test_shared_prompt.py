@@ -90,21 +90,3 @@ def test_a_sibling_joins_later_and_outlives_the_one_that_computed(
     driver.run()
     assert driver.tokens[11] == wanted
     assert len(driver.tokens[10]) == 8
-
-
-@pytest.mark.parametrize(("family", "limit"), [("phi3-longrope", 64), ("llama3", None)])
-def test_a_model_that_recomputes_blocks_reports_it(
-    family: str, limit: int | None, checkpoint: Callable[[str], Path]
-) -> None:
-    assert load_engine(checkpoint(family)).model.recompute_at == limit
-
-
-def test_prompt_logprobs_of_the_one_that_computes(tiny_model_path: Path) -> None:
-    driver = Driver(load_engine(tiny_model_path))
-    prompt = prompt_of(40)
-    driver.add([driver.request(0, prompt, prefill_logprobs=True, max_new_tokens=1)])
-    leader = driver.request(1, prompt, prefill_logprobs=True, **LONG)
-    driver.add([leader, follower(driver, 2, leader, prompt, **LONG)])
-    assert driver.prefill_logprobs[1][1:] == pytest.approx(driver.prefill_logprobs[0][1:])
-    assert list(driver.prefill_logprobs) == [0, 1]
-    driver.run()

@@ -3,7 +3,6 @@ before anything is loaded, or the tokens of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from text_generation_shard.errors import ModelError
 from transformers import AutoModelForCausalLM
 
 from integration_tests.checkpoints import write_checkpoint
-from integration_tests.oracle import Oracle
 from shard.tests.rank_passes import Case, key, prompt_ids, run_cases
 
 pytestmark = pytest.mark.slow
@@ -71,17 +69,3 @@ def test_a_split_is_refused_or_right(tmp_path: Path) -> None:
         assert one["tokens"] == list(greedy(Path(case.path), one["tokens"])), case.path
         for size in case.sizes:
             assert found[key(size, number)] == [one] * size, f"{size} ranks: {case.path}"
-
-
-def test_one_normed_head_of_each_rank_in_fewer_bits(tmp_path: Path) -> None:
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24}
-    path = write_checkpoint("qwen3", tmp_path / "qwen3", intermediate_size=256, **sizes)
-    forms: list[dict[str, Any]] = [{"dtype": "bfloat16"}]
-    forms += [{**forms[0], "quantize": quantize} for quantize in ("int8", "int4")]
-    found = run_cases([Case(str(path), form, [1, 2]) for form in forms])
-    exact = Oracle(path, "qwen3").logprobs(prompt_ids(0, 40))
-    assert found[key(1, 0)][0]["prompt"] == pytest.approx(exact, abs=0.15)
-    for number in range(len(forms)):
-        [one], ranks = found[key(1, number)], found[key(2, number)]
-        for rank in ranks:
-            assert rank["prompt"] == pytest.approx(one["prompt"], abs=0.15)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from text_generation_process.sampling import Sampling
 from text_generation_shard.device.cpu import runner as compiled_sampling
-from text_generation_shard.device.cpu.kernels.choice import draw
 from text_generation_shard.sampling import sampler as sampling
 from text_generation_shard.sampling.sampler import (
     Choice,
@@ -158,16 +157,6 @@ def test_typical_p_keeps_what_surprises_as_expected(logits: torch.Tensor, p: flo
     masses = logprobs.exp()[order].cumsum(0)
     count = int((masses < p).sum()) + 1
     assert allowed(choice) == set(order[:count].tolist())
-
-
-def test_rows_without_a_filter_keep_everything_beside_one_that_has_all(
-    logits: torch.Tensor,
-) -> None:
-    filtering = Sampling(top_k=5, top_p=0.5, typical_p=0.5)
-    choice = choose(logits, [Sampling(do_sample=True), filtering, Sampling(), filtering])
-    torch.testing.assert_close(choice.scores[0].log_softmax(-1), logits[0].log_softmax(-1))
-    torch.testing.assert_close(choice.scores[2], logits[2])
-    assert len(allowed(choice, 1)) <= 5
 
 
 def test_repetition_penalty_covers_prompt_and_output() -> None:
@@ -398,28 +387,3 @@ def test_what_is_forbidden_may_be_no_number() -> None:
     params = [Sampling(), Sampling()]
     for sample in (compiled_sampling.sample, sampling.sample):
         assert choose(scores, params, history, [3], sample=sample).unsound() == {1}
-
-
-@pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])
-def test_a_draw_lands_where_its_number_falls(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(5)
-    scores = torch.randn(64, vocab, generator=generator) * 4
-    scores[:, ::3] = float("-inf")
-    scores[:, vocab // 2] = 0.0
-    choice = choose(scores, [Sampling(do_sample=True, seed=n) for n in range(64)])
-    drawn = torch.from_numpy(choice.token_ids)[:, None]
-    assert bool((scores.gather(1, drawn) > float("-inf")).all())
-    numbers = uniform(torch.arange(64), torch.ones(64, dtype=torch.int64))
-    masses = scores.double().softmax(-1)
-    at = masses.cumsum(-1).gather(1, drawn)[:, 0]
-    before = at - masses.gather(1, drawn)[:, 0]
-    assert bool((before <= numbers + 1e-6).all() and (at >= numbers - 1e-6).all())
-
-
-@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
-def test_what_weighs_nothing_is_never_drawn(number: float) -> None:
-    weights = np.zeros(256, dtype=np.float32)
-    weights[[3, 100, 200]] = 1e-30, 1.0, 1e-20
-    sums = weights.reshape(2, 128).sum(axis=1, dtype=np.float64)
-    place, total = draw(weights, sums, number)
-    assert weights[place] > 0 and total == sums.sum()
