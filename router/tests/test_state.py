@@ -1,56 +1,44 @@
-"""How the server is, and what follows what."""
+"""The states of the server, and the transitions between them."""
 
 import pytest
 from text_generation_router.state import ServerState, State
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def test_a_start_in_phases() -> None:
-    state = ServerState(Clock())
+def test_the_time_is_that_of_the_last_change() -> None:
+    times = iter(range(1, 9))
+    state = ServerState(lambda: next(times))
     assert state.as_json() == {
         "state": "starting",
         "phase": "starting",
         "since": "1970-01-01T00:00:01.000Z",
     }
-    state.starting("warming up")
-    state.starting("warming up")
-    assert state.as_json()["phase"] == "warming up"
-    assert state.as_json()["since"] == "1970-01-01T00:00:02.000Z"
+    for _ in range(2):
+        state.go(State.STARTING, "warming up")
+        assert state.as_json()["phase"] == "warming up"
+        assert state.as_json()["since"] == "1970-01-01T00:00:02.000Z"
     assert not state.has_started
-    state.ready()
-    assert state.has_started and state.state is State.READY
-    assert state.age_s < 5
+    state.go(State.READY)
+    assert state.has_started and state.age_s < 5
 
 
-def test_shards_come_and_go() -> None:
+def test_shards_are_replaced_after_the_start_only() -> None:
     state = ServerState()
-    state.restarting()
-    assert state.state is State.STARTING, "nothing is restarted before it has started"
-    state.ready()
-    state.restarting("loading the model")
-    assert (state.state, state.phase) == (State.DEGRADED, "loading the model")
-    assert state.has_started
-    state.ready()
-    assert (state.state, state.phase) == (State.READY, "serving")
-    state.starting("again")
+    for expected in (State.STARTING, State.DEGRADED):
+        state.go(State.DEGRADED)
+        assert state.state is expected
+        state.go(State.READY)
+        assert (state.state, state.phase) == (State.READY, "serving")
+    state.go(State.STARTING, "again")
     assert state.state is State.READY
 
 
-@pytest.mark.parametrize("change", ["ready", "restarting", "draining"])
-def test_there_is_no_way_back(change: str) -> None:
+@pytest.mark.parametrize("change", [State.READY, State.DEGRADED, State.DRAINING])
+def test_there_is_no_way_back(change: State) -> None:
     state = ServerState()
-    state.ready()
-    state.draining()
-    getattr(state, change)()
+    state.go(State.READY)
+    state.go(State.DRAINING)
+    state.go(change)
     assert state.state is State.DRAINING
-    state.failed("The shards are gone")
-    getattr(state, change)()
+    state.go(State.FAILED, "The shards are gone")
+    state.go(change)
     assert (state.state, state.phase) == (State.FAILED, "The shards are gone")

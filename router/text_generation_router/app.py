@@ -38,7 +38,7 @@ from text_generation_router.errors import (
 from text_generation_router.keys import Keys
 from text_generation_router.request_id import TRACE
 from text_generation_router.services import Services
-from text_generation_router.state import ServerState
+from text_generation_router.state import ServerState, State
 
 ROUTERS = (
     generate.router,
@@ -169,7 +169,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services = app.state.services
     assert isinstance(services, Services)
     run = asyncio.create_task(services.batcher.run(), name="batcher")
-    services.state.ready()
+    services.state.go(State.READY)
     try:
         yield
     finally:

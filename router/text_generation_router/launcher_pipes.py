@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import select
-from collections.abc import Callable
 
 import orjson
 
@@ -15,8 +14,8 @@ from text_generation_router.state import ServerState
 PERIOD_S = 1.0
 """Interval of `alive`. One line may be missing: the event loop is busy, or the pipe full. Several
 missing lines mean that the loop hangs."""
-# The longest line, in bytes, that a pipe writes atomically.
-_MOST_BYTES = select.PIPE_BUF
+# Of a reason: a pipe writes a line of PIPE_BUF bytes at once, and JSON takes up to 6 for each.
+_MOST_CHARACTERS = select.PIPE_BUF // 8
 # Read at once of the progress; also the longest line that is kept.
 _MOST_READ = 1 << 16
 _ALIVE = b'{"event":"alive"}\n'
@@ -24,7 +23,33 @@ _ALIVE = b'{"event":"alive"}\n'
 logger = logging.getLogger(__name__)
 
 
-class Heartbeat:
+class _Pipe:
+    """Owns one end of a pipe."""
+
+    def __init__(self, descriptor: int | None, flag: str) -> None:
+        """None: there is no launcher, and it does nothing. Raises ValueError if the descriptor is
+        not open."""
+        self._descriptor = descriptor
+        if descriptor is None:
+            return
+        try:
+            os.set_blocking(descriptor, False)
+            os.set_inheritable(descriptor, False)
+        except OSError as error:
+            raise ValueError(
+                f"`{flag}` must be the end of an open pipe: {descriptor} is not "
+                f"({error.strerror}); leave it out if no launcher has opened one"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the pipe; may be repeated."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Heartbeat(_Pipe):
     """Owns the writing end of the pipe. Beats from `begin` to `close`; never waits for the reader.
 
     One JSON object per line: `{"event": "alive"}` each second, and `{"event": "lost", "why": "…"}`
@@ -34,43 +59,26 @@ class Heartbeat:
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        """None: there is no launcher, and it does nothing. Raises ValueError if the descriptor is
-        not open for writing."""
-        self._descriptor = descriptor
-        self._lost: bytes | None = None
-        self._is_reported = False
-        self._timer: asyncio.TimerHandle | None = None
-        _claim(descriptor, "--launcher-fd", "writing", lambda fd: os.write(fd, b""))
+        super().__init__(descriptor, "--launcher-fd")
+        # The line about a loss that is not written yet.
+        self._lost = b""
 
     def begin(self) -> None:
         """Beats from now on. Called in the event loop."""
-        self._beat(asyncio.get_running_loop())
+        if self._descriptor is not None:
+            self._report_loss()
+            self._write(_ALIVE)
+            asyncio.get_running_loop().call_later(PERIOD_S, self.begin)
 
     def lost(self, why: str) -> None:
         """Reports that the shards are lost. It may be repeated for later shards."""
-        self._lost, self._is_reported = _line_of_loss(why), False
+        event = {"event": "lost", "why": why[:_MOST_CHARACTERS]}
+        self._lost = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
         self._report_loss()
-
-    def close(self) -> None:
-        """Closes the pipe; may be repeated."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
-
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._descriptor is None:
-            return
-        self._report_loss()
-        self._write(_ALIVE)
-        self._timer = loop.call_later(PERIOD_S, self._beat, loop)
 
     def _report_loss(self) -> None:
-        if self._lost is not None and not self._is_reported:
-            self._is_reported = self._write(self._lost)
+        if self._lost and self._write(self._lost):
+            self._lost = b""
 
     def _write(self, line: bytes) -> bool:
         """Whether it was written."""
@@ -87,16 +95,13 @@ class Heartbeat:
         return True
 
 
-class Progress:
+class Progress(_Pipe):
     """Owns the reading end of the pipe. Notes each line in the state, from `begin` to `close`."""
 
     def __init__(self, descriptor: int | None, state: ServerState) -> None:
-        """None: there is no launcher, and it does nothing. Raises ValueError if the descriptor is
-        not open for reading."""
-        self._descriptor = descriptor
+        super().__init__(descriptor, "--progress-fd")
         self._state = state
         self._rest = b""
-        _claim(descriptor, "--progress-fd", "reading", lambda fd: os.readv(fd, []))
 
     def begin(self) -> None:
         """Reads from now on. Called in the event loop."""
@@ -107,9 +112,7 @@ class Progress:
         """Closes the pipe; may be repeated. Called in the event loop."""
         if self._descriptor is not None:
             asyncio.get_running_loop().remove_reader(self._descriptor)
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
+        super().close()
 
     def _read(self) -> None:
         assert self._descriptor is not None
@@ -124,28 +127,3 @@ class Progress:
         self._rest = self._rest[:_MOST_READ]
         if lines:
             self._state.note_progress(lines[-1].decode(errors="replace"))
-
-
-def _claim(descriptor: int | None, flag: str, use: str, probe: Callable[[int], int]) -> None:
-    """Makes the descriptor this process's own. Raises ValueError if it is not open for that use."""
-    if descriptor is None:
-        return
-    try:
-        os.set_blocking(descriptor, False)
-        os.set_inheritable(descriptor, False)
-        probe(descriptor)
-    except OSError as error:
-        raise ValueError(
-            f"`{flag}` must be the end of a pipe that is open for {use}: {descriptor} is not "
-            f"({error.strerror}); leave it out if no launcher has opened one"
-        ) from error
-
-
-def _line_of_loss(why: str) -> bytes:
-    """One line of at most `_MOST_BYTES`; a longer sentence is cut."""
-    num_characters = len(why)
-    while True:
-        line = orjson.dumps({"event": "lost", "why": why[:num_characters]}) + b"\n"
-        if len(line) <= _MOST_BYTES:
-            return line
-        num_characters //= 2

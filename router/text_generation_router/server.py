@@ -18,7 +18,7 @@ from text_generation_router.edge.connection import ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
 from text_generation_router.metrics import Metrics
 from text_generation_router.services import Services, StartError
-from text_generation_router.state import ServerState
+from text_generation_router.state import ServerState, State
 
 # Shares of the graceful termination time: until the first, requests may run; between the two, their
 # clients read the last events. The rest is kept for the exit, before SIGKILL.
@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
         """Called for every signal; the first one stops new requests immediately."""
         self.force_exit = self.should_exit
         self._front.close()
-        self._state.draining()
+        self._state.go(State.DRAINING)
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,11 +131,11 @@ class Server(uvicorn.Server):
         if counter % TICKS_PER_LOOK == 0:
             self._look_for_room()
         if self.failure is not None:
-            self._state.failed(self.failure)
+            self._state.go(State.FAILED, self.failure)
         elif self._services is not None and self._services.watch.is_down:
-            self._state.restarting()
+            self._state.go(State.DEGRADED)
         elif self._services is not None:
-            self._state.ready()
+            self._state.go(State.READY)
         return await super().on_tick(counter) or self.failure is not None
 
     def _look_for_room(self) -> None:

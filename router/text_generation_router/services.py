@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARMUP_ROWS
+from text_generation_process.defaults import WARMUP_ROWS
 
 from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
@@ -42,7 +42,7 @@ from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS_TO_SEVERAL,
     WatchedShards,
 )
-from text_generation_router.state import LOADING, ServerState
+from text_generation_router.state import LOADING, ServerState, State
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
@@ -121,23 +121,23 @@ async def start(
     state = state or ServerState()
     load = asyncio.create_task(_load(config, workers))
     try:
-        state.starting(LOADING)
+        state.go(State.STARTING, LOADING)
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
                 await load  # raises its failure
             await asyncio.sleep(_POLL_S)
-        state.starting("connecting to the shards")
-        with _explained("connect to the Python model shards"):
+        state.go(State.STARTING, "connecting to the shards")
+        with _start_errors("connect to the Python model shards"):
             shards = await ShardedClient.connect(
                 config.master_shard_uds_path, answer_s=config.starting_deadline_s
             )
         try:
-            with _explained("clear the Python model shards cache"):
+            with _start_errors("clear the Python model shards cache"):
                 await shards.clear_cache(None)
-            with _explained("get the Python model shards info"):
+            with _start_errors("get the Python model shards info"):
                 info = await shards.info()
-            state.starting("warming up")
-            with _explained("warmup the Python model shards"):
+            state.go(State.STARTING, "warming up")
+            with _start_errors("warmup the Python model shards"):
                 warmup = await shards.warmup(
                     max_prefill_tokens=config.max_batch_prefill_tokens,
                     max_batch_size=config.batch_rows,
@@ -145,7 +145,7 @@ async def start(
                     max_total_tokens=config.max_total_tokens,
                     max_batch_total_tokens=config.max_batch_total_tokens,
                 )
-            state.starting("loading the tokenizer")
+            state.go(State.STARTING, "loading the tokenizer")
             tokenizer = await load
             _warn_of_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
@@ -176,7 +176,6 @@ def assemble(
     """The services for shards that are warm."""
     limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
-    _warn_of_no_effect(config)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
     num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
@@ -323,19 +322,6 @@ def _scheduler_limits(
     )
 
 
-def _warn_of_no_effect(config: RouterConfig) -> None:
-    """Logs which of the given flags have no effect."""
-    defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
-    ratios = (defaults.waiting_served_ratio, LAUNCHER_WAITING_SERVED_RATIO)
-    is_ratio_chosen = config.waiting_served_ratio not in ratios
-    is_patience_chosen = config.max_waiting_tokens != defaults.max_waiting_tokens
-    if not config.disable_prefill_chunking and (is_ratio_chosen or is_patience_chosen):
-        logger.warning(
-            "--waiting-served-ratio and --max-waiting-tokens have no effect with prefill chunking, "
-            "which pauses no request; turn it off with --disable-prefill-chunking"
-        )
-
-
 def _warn_of_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
     """Logs that the tokenizer has ids that the model does not have; `Validation` refuses them."""
     if tokenizer.vocab_size > info.vocab_size:
@@ -348,25 +334,30 @@ def _warn_of_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
 
 def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
     """Raises StartError if the limits contradict each other or exceed the memory."""
+    if (complaint := next(_complaints(config, info, warmup), None)) is not None:
+        raise StartError(f"Argument validation error: {complaint}")
+
+
+def _complaints(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> Iterator[str]:
     for name in ("max_input_tokens", "max_total_tokens"):
         asked, got = getattr(config, name), getattr(warmup, name)
         if asked is not None and asked != got:
-            raise _argument_error(f"`{name}` must be <= {got} for this model. Given: {asked}")
+            yield f"`{name}` must be <= {got} for this model. Given: {asked}"
     if warmup.max_input_tokens >= warmup.max_total_tokens:
-        raise _argument_error(
+        yield (
             "`max_input_tokens` must be < `max_total_tokens`. "
             f"Given: {warmup.max_input_tokens} and {warmup.max_total_tokens}"
         )
     # A limit of the shards' choice may be smaller than a prefill; the user's limit must not.
     room = config.max_batch_total_tokens
     if room is not None and config.max_batch_prefill_tokens > room:
-        raise _argument_error(
+        yield (
             "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {config.max_batch_prefill_tokens} and {room}"
         )
     room = warmup.num_blocks * info.block_size
     if warmup.max_total_tokens > room:
-        raise _argument_error(
+        yield (
             "`max_total_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {warmup.max_total_tokens} and {room}"
         )
@@ -405,22 +396,12 @@ def load_template(config: RouterConfig, tokenizer: Tokenizer) -> ChatTemplate | 
 
 
 @contextmanager
-def _start_errors() -> Iterator[None]:
-    """Turns a ValueError, which is a sentence for the user, into a StartError."""
+def _start_errors(action: str = "") -> Iterator[None]:
+    """Turns a sentence for the user, or a failure of the shards during `action`, into a
+    StartError."""
     try:
         yield
     except ValueError as error:
         raise StartError(str(error)) from error
-
-
-@contextmanager
-def _explained(action: str) -> Iterator[None]:
-    """Turns a failure of the shards into a StartError that names the action."""
-    try:
-        yield
     except (ConnectionError, GenerationError) as error:
         raise StartError(f"Unable to {action}: {error}") from error
-
-
-def _argument_error(sentence: str) -> StartError:
-    return StartError(f"Argument validation error: {sentence}")

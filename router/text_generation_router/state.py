@@ -24,6 +24,11 @@ REPLACING = "waiting for new shards"
 # In these phases the launcher tells what the shards do.
 _WITH_PROGRESS = {LOADING, REPLACING}
 
+_PHASES = {
+    State.READY: "serving",
+    State.DEGRADED: REPLACING,
+    State.DRAINING: "waiting for running requests",
+}
 # Allowed transitions; other ones are ignored. A failure is final.
 _NEXT = {
     State.STARTING: {State.STARTING, State.READY, State.DRAINING, State.FAILED},
@@ -54,26 +59,15 @@ class ServerState:
         """Seconds since the last change, by the monotonic clock."""
         return time.monotonic() - self._began
 
-    def starting(self, phase: str) -> None:
-        """The start has reached its next phase."""
-        self._go(State.STARTING, phase)
-
-    def ready(self) -> None:
-        """Requests are served, for the first time or again."""
-        if self._go(State.READY, "serving"):
-            self.has_started = True
-
-    def restarting(self, phase: str = REPLACING) -> None:
-        """The shards are lost; `ready` follows with new ones."""
-        self._go(State.DEGRADED, phase)
-
-    def draining(self) -> None:
-        """No new requests are accepted."""
-        self._go(State.DRAINING, "waiting for running requests")
-
-    def failed(self, why: str) -> None:
-        """The process ends."""
-        self._go(State.FAILED, why)
+    def go(self, state: State, phase: str = "") -> None:
+        """Changes to this state and phase (the state's own if empty), if that is allowed."""
+        if state not in _NEXT[self.state]:
+            return
+        self.has_started |= state is State.READY
+        phase = phase or _PHASES[state]
+        if (state, phase) != (self.state, self.phase):
+            self.state, self.phase, self.progress = state, phase, ""
+            self._since, self._began = self._clock(), time.monotonic()
 
     def note_progress(self, progress: str) -> None:
         """What the shards do now. Ignored in other phases than loading."""
@@ -89,11 +83,3 @@ class ServerState:
             "since": since.replace("+00:00", "Z"),
             **({"progress": self.progress} if self.progress else {}),
         }
-
-    def _go(self, state: State, phase: str) -> bool:
-        if state not in _NEXT[self.state]:
-            return False
-        if (state, phase) != (self.state, self.phase):
-            self.state, self.phase, self.progress = state, phase, ""
-            self._since, self._began = self._clock(), time.monotonic()
-        return True

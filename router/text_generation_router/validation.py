@@ -6,7 +6,8 @@ Comparisons are written so that NaN fails them.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from text_generation_process.sampling import Sampling
 
@@ -224,21 +225,13 @@ class Validation:
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=asked.min_new_tokens or 0,
                 stop_sequences=asked.stop,
-                ignore_eos_token=asked.ignore_eos_token,
-                keeps_stop_sequence=asked.keeps_stop_sequence,
-                includes_stop=asked.includes_stop,
-                stop_token_ids=asked.stop_token_ids,
-                num_unstopped_tokens=asked.num_unstopped_tokens,
+                **_same(asked, _STOPPING),
             ),
             prefill_logprobs=asked.decoder_input_details,
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
-            visible_special_tokens=asked.visible_special_tokens,
-            shows_special_tokens=asked.shows_special_tokens,
             cache_salt=asked.cache_salt or "",
-            priority=asked.priority,
-            pooling=asked.pooling,
-            score_token_ids=asked.score_token_ids,
+            **_same(asked, _REQUEST),
         )
 
     async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:
@@ -307,20 +300,23 @@ class Validation:
         return grammar.text
 
 
-# Parameters with the same name in `Sampling`.
-_NUMBERS = (
-    *("temperature", "top_k", "top_p", "typical_p", "min_p"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
+def _shared(cls: type[Any], *others: str) -> tuple[str, ...]:
+    """The parameters that the class has by the same name, but for the others."""
+    known = {parameter.name for parameter in fields(GenerateParameters)}
+    return tuple(name.name for name in fields(cls) if name.name in known.difference(others))
+
+
+_SAMPLING = _shared(Sampling, "seed")
+_STOPPING = _shared(StoppingCriteria, "max_new_tokens", "min_new_tokens")
+_REQUEST = _shared(Request, "input_ids", "top_n_tokens", "grammar", "cache_salt")
+
+
+def _same(asked: GenerateParameters, names: Sequence[str]) -> dict[str, Any]:
+    """The given values."""
+    return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
 def _sampling(asked: GenerateParameters) -> Sampling:
     """The given values, the defaults of `Sampling`, and a seed of 64 bits."""
-    given = {name: value for name in _NUMBERS if (value := getattr(asked, name)) is not None}
-    return Sampling(
-        **given,
-        do_sample=asked.do_sample,
-        seed=random.getrandbits(64) if asked.seed is None else asked.seed,
-        watermark=asked.watermark,
-        logit_bias=asked.logit_bias,
-    )
+    seed = random.getrandbits(64) if asked.seed is None else asked.seed
+    return Sampling(seed=seed, **_same(asked, _SAMPLING))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from text_generation_router.state import State
 
 from router.tests.scheduling import Gate
 from router.tests.serving import serve
@@ -34,14 +35,14 @@ async def test_each_state(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
         state, client = server.services.state, server.client
         assert (await codes(client), await state_of(client)) == ((200, 200, 200), "ready")
-        state.restarting()
+        state.go(State.DEGRADED)
         assert (await codes(client), await state_of(client)) == ((200, 503, 200), "degraded")
-        state.ready()
+        state.go(State.READY)
         assert await codes(client) == (200, 200, 200)
         assert (await client.head("/readyz")).status_code == 200
-        state.draining()
+        state.go(State.DRAINING)
         assert (await codes(client), await state_of(client)) == ((200, 503, 200), "draining")
-        state.failed("The scheduler has failed: KeyError: 5")
+        state.go(State.FAILED, "The scheduler has failed: KeyError: 5")
         assert await codes(client) == (503, 503, 200)
         told = (await client.get("/livez")).json()
         assert told["phase"] == "The scheduler has failed: KeyError: 5"
@@ -73,9 +74,9 @@ async def test_work_that_waits_in_vain(tmp_path: Path) -> None:
         assert (await server.client.get("/livez")).status_code == 503
         assert (await server.client.get("/readyz")).status_code == 200
         # Work that waits while the shards are replaced waits for them.
-        server.services.state.restarting()
+        server.services.state.go(State.DEGRADED)
         assert (await server.client.get("/livez")).status_code == 200
-        server.services.state.ready()
+        server.services.state.go(State.READY)
         assert (await server.client.get("/livez")).status_code == 200
         gate.open()
         assert (await asked).status_code == 200
