@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.ports import AddressError, RendezvousPort, claim_port
+from text_generation_launcher.ports import AddressError, PortClaim
 from text_generation_launcher.sockets import SocketClaim
 
 from launcher.tests.conftest import wait_until
@@ -35,7 +35,7 @@ def test_a_server_from_its_download_to_its_end(launch, free_port):
     ready = launched.wait_for_line("Ready on")
     assert f"try: curl http://127.0.0.1:{free_port}/generate " in ready
     with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
-        claim_port("127.0.0.1", free_port, "--port")
+        PortClaim("127.0.0.1", free_port, "--port")
     with pytest.raises(AddressError, match="another server uses the shard sockets"):
         SocketClaim(str(launched.folder / "shard"), 1)
     launched.process.send_signal(signal.SIGTERM)
@@ -53,7 +53,7 @@ def test_a_server_from_its_download_to_its_end(launch, free_port):
     assert not any("model_path" in line for line in lines)
     assert not (launched.folder / "shard-0").exists()
     launched.assert_no_orphan()
-    claim_port("127.0.0.1", free_port, "--port").close()
+    PortClaim("127.0.0.1", free_port, "--port").close()
 
 
 def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
@@ -69,7 +69,7 @@ def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
     socket.create_server(("localhost", port)).close()
     # No other launcher gets it, and the system does not choose it as a free port.
     with pytest.raises(AddressError, match=f"port {port} on localhost is already in use: another"):
-        RendezvousPort("localhost", port)
+        PortClaim("localhost", port, "--master-port", "--master-addr")
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
     launched.process.send_signal(signal.SIGTERM)

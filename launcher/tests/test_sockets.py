@@ -12,7 +12,6 @@ from text_generation_launcher.sockets import (
     PREFIX,
     PrivateFolder,
     SocketClaim,
-    is_private,
     private_folder,
 )
 
@@ -68,30 +67,24 @@ def test_other_files_and_folders_stay(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_the_folder_of_the_session_comes_first_if_it_is_private(tmp_path: Path, monkeypatch):
+def test_the_first_place_is_taken_that_no_other_user_can_change(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_SOCKET_PATH_BYTES", 1000)
     runtime, other = tmp_path / "run", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
     other.mkdir()
-    assert not is_private(tmp_path / "nowhere")
-    for mode, expected in ((0o700, runtime), (0o755, other)):
+    for mode, owner, expected in ((0o700, 0, runtime), (0o777, 0, other), (0o700, NOBODY, other)):
+        os.chown(runtime, owner, owner)
         runtime.chmod(mode)
-        folder = private_folder(runtime, (other,))
+        folder = private_folder((runtime, other))
         assert folder.path.parent == expected
         folder.close()
-    os.chown(runtime, NOBODY, NOBODY)
-    runtime.chmod(0o700)
-    assert not is_private(runtime)
-    folder = private_folder(None, (other,))
-    assert folder.path.parent == other
-    folder.close()
 
 
 def test_no_place_at_all_is_one_sentence(tmp_path: Path):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     with pytest.raises(AddressError) as caught:
-        private_folder(None, (Path("/nowhere"), long, Path("/proc")))
+        private_folder((Path("/nowhere"), long, Path("/proc")))
     assert "/nowhere: No such file or directory" in str(caught.value)
     assert f"{long}: the path is too long for a unix socket" in str(caught.value)
     assert str(caught.value).endswith("or choose a place with --shard-uds-path")

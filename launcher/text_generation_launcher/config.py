@@ -44,10 +44,8 @@ class LauncherConfig:
     shard_uds_path: str | None = None
     """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready. None:
     `text-generation-server` in a private folder of this launcher."""
-    runtime_folder: Path | None = None
-    """The folder of this user's session, if any: the first choice for the private folder."""
-    temporary_folders: tuple[Path, ...] = (Path("/tmp"),)
-    """The further choices, in order."""
+    socket_places: tuple[Path, ...] = (Path("/tmp"),)
+    """For the private folder, in order."""
     master_addr: str = defaults.MASTER_ADDR
     """Where several shards meet."""
     master_port: int | None = None
@@ -121,8 +119,7 @@ def create_config(
     shard_uds_path = first(values, "shard-uds-path")
     prefix = shard_uds_path or SOCKETS
     served_id = model_id or EMBEDDED_MODEL_ID
-    runtime_folder = environment.get("XDG_RUNTIME_DIR")
-    temporary = (environment.get("TMPDIR"), "/tmp", "/var/tmp")
+    places = (environment.get("XDG_RUNTIME_DIR"), environment.get("TMPDIR"), "/tmp", "/var/tmp")
     config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
@@ -134,8 +131,7 @@ def create_config(
         mode=mode,
         model_id=served_id,
         shard_uds_path=shard_uds_path,
-        runtime_folder=Path(runtime_folder) if runtime_folder else None,
-        temporary_folders=tuple(Path(folder) for folder in temporary if folder),
+        socket_places=tuple(Path(place) for place in places if place),
         master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
         master_port=_number(values, "master-port"),
         notes=(*attention, *_without_effect(mode, values, num_shards)),

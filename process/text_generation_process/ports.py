@@ -3,20 +3,12 @@
 import socket
 
 
-class NameHeldError(Exception):
-    """Another program holds `name`, which stands for the port."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 def bind_port(hostname: str, port: int, prefers_ipv4: bool = False) -> socket.socket:
     """A bound socket that does not listen. Port 0 means any free port.
 
     The system may bind several sockets to one port, until one of them listens: SO_REUSEADDR is set,
-    because connections of an earlier server may still be closing. `claim_port` excludes other
-    processes. Raises OSError; of these, socket.gaierror for a hostname that has no address.
+    because connections of an earlier server may still be closing. Raises OSError; of these,
+    socket.gaierror for a hostname that has no address.
     """
     found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     if prefers_ipv4:
@@ -31,20 +23,3 @@ def bind_port(hostname: str, port: int, prefers_ipv4: bool = False) -> socket.so
         bound.close()
         raise
     return bound
-
-
-def claim_port(owner: str, bound: socket.socket) -> socket.socket:
-    """Until the returned socket is closed, no other process that uses the same `owner` claims the
-    port of `bound`. Raises NameHeldError.
-
-    The claim is an abstract unix socket, which has no file and ends with its process.
-    """
-    address, port = bound.getsockname()[:2]
-    name = f"{owner}:{address}:{port}"
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        claim.bind(f"\0{name}")
-    except OSError as error:
-        claim.close()
-        raise NameHeldError(name) from error
-    return claim

@@ -330,7 +330,7 @@ def test_connections_taken_in_one_turn(is_multiplied: bool, most: int) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-async def test_a_port_on_which_another_program_listens(
+async def test_another_program_takes_the_port_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     services = assemble_scripted(tmp_path, hostname="127.0.0.1", port=0)

@@ -219,7 +219,8 @@ def multiplied(listener: socket.socket) -> list[socket.socket]:
 
 
 def bind(hostname: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises StartError."""
+    """A bound socket that does not listen: the system may bind several of them to one port, of
+    which only the first that listens gets it. Raises StartError."""
     try:
         return bind_port(hostname, port)
     except OSError as error:
