@@ -141,8 +141,8 @@ class NumberedMessages(Messages):
                 return
             del self._waiting[number]
             self._last = number
-            work = self._carry_out, first, number, message
-            done = loop.run_in_executor(self.device_thread, *work)
+            work = partial(self._carry_out, first, number, message)
+            done = loop.run_in_executor(self.device_thread, work)
             done.add_done_callback(partial(self._settle, message.answer))
 
     def _carry_out(self, first: int, number: int, message: _Message) -> Any:
