@@ -27,7 +27,7 @@ class EntryBlocks:
 
     def clear(self) -> None:
         """Forgets all blocks and texts. No entry holds any."""
-        self.cache.clear()
+        self.allocator.forget = lambda block_id: None  # it keeps the old cache alive
         self._begin()
 
     def _begin(self) -> None:

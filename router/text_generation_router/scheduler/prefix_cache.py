@@ -5,7 +5,7 @@ Keys are compared in full, not by hash: two texts share a block only if all toke
 equal.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from text_generation_router.scheduler.blocks import BlockAllocator
@@ -24,11 +24,6 @@ class _Node:
     key: tuple[Hashable, Tokens]
     block_id: int
     is_known: bool = True
-    # Its first child, and its neighbours among the children of its parent: a set of children would
-    # take more memory than all the rest of a node.
-    child: "_Node | None" = None
-    before: "_Node | None" = None
-    after: "_Node | None" = None
 
 
 @dataclass(slots=True)
@@ -51,8 +46,9 @@ class PrefixCache:
     """Owns the knowledge of which tokens are in the blocks; the BlockAllocator owns the blocks.
 
     Promises: `match` returns blocks whose KV was written for exactly these tokens at this position,
-    or will be by the step being planned. Every node can be reached from its salt. A forgotten node
-    refers to no other, so that no memory waits for a garbage collection.
+    or will be by the step being planned. A node refers only to the one before it, so that no memory
+    waits for a garbage collection. Behind a forgotten node nothing is found; the blocks there are
+    forgotten when they have been idle for the longest.
     """
 
     def __init__(self, allocator: BlockAllocator) -> None:
@@ -119,30 +115,14 @@ class PrefixCache:
                 self._replace(node, block_id)
             chain.tail, chain.num_blocks = node, chain.num_blocks + 1
 
-    def clear(self) -> None:
-        """Forgets everything, and leaves the allocator: its blocks are not used any more. Nothing
-        refers to itself afterwards."""
-        self._allocator.forget = lambda block_id: None
-        for node in self._by_block.values():
-            _unlink(node)
-        self._by_key.clear()
-        self._by_block.clear()
-
     def integrity(self) -> None:
         """Asserts the invariants of the class."""
         assert len(self._by_key) == len(self._by_block)
         for key, node in self._by_key.items():
             assert node.is_known and node.key is key and self._by_block[node.block_id] is node
-            if isinstance(parent := key[0], _Node):
-                assert parent.is_known and node in _children(parent), "out of reach"
-            assert all(child.is_known and child.key[0] is node for child in _children(node))
 
     def _add(self, key: tuple[Hashable, Tokens], block_id: int) -> _Node:
         node = _Node(key, block_id)
-        if isinstance(parent := key[0], _Node):
-            if (after := parent.child) is not None:
-                node.after, after.before = after, node
-            parent.child = node
         self._by_key[key] = self._by_block[block_id] = node
         self._allocator.keep(block_id)
         return node
@@ -156,37 +136,7 @@ class PrefixCache:
         self._allocator.keep(block_id)
 
     def _forget(self, block_id: int) -> None:
-        """The allocator has given a block away: its node and all descendants go."""
-        first = self._by_block[block_id]
-        if first.before is not None:
-            first.before.after = first.after
-        elif isinstance(parent := first.key[0], _Node):
-            parent.child = first.after
-        if first.after is not None:
-            first.after.before = first.before
-        for node in list(_with_descendants(first)):
-            del self._by_key[node.key], self._by_block[node.block_id]
-            _unlink(node)
-            if node is not first:
-                self._allocator.discard(node.block_id)
-
-
-def _unlink(node: _Node) -> None:
-    """A Chain may still hold the node."""
-    node.is_known, node.key = False, (None, b"")
-    node.child = node.before = node.after = None
-
-
-def _children(node: _Node) -> Iterator[_Node]:
-    child = node.child
-    while child is not None:
-        yield child
-        child = child.after
-
-
-def _with_descendants(node: _Node) -> Iterator[_Node]:
-    rest = [node]
-    while rest:
-        node = rest.pop()
-        yield node
-        rest += _children(node)
+        """The allocator has given a block away. A Chain, or the node behind, may hold its node."""
+        node = self._by_block.pop(block_id)
+        del self._by_key[node.key]
+        node.is_known, node.key = False, (None, b"")
