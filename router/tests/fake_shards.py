@@ -108,6 +108,7 @@ class FakeShards:
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     passes: list[dict[int, int]] = field(default_factory=list)
     advances: list[Advance | None] = field(default_factory=list)
+    trace_contexts: list[str] = field(default_factory=list)
     # Turns of the event loop that a call takes.
     turns: int = 1
     # Calls in flight: two while a step was launched ahead, else one.
@@ -179,7 +180,9 @@ class FakeShards:
         entries: Sequence[Entry],
         cached_batch_id: int | None,
         advance: Advance | None = None,
+        trace_context: str = "",
     ) -> StepResult:
+        self.trace_contexts.append(trace_context)
         # Copied immediately, as gRPC does: later changes by the router must not matter.
         new = {entry.id: self._row(entry) for entry in entries}
         parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in entries}
@@ -196,7 +199,10 @@ class FakeShards:
             rows |= new
             return self._step(batch_id, old | parts, 0 if advance is None else advance.speculate)
 
-    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+    async def decode(
+        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+    ) -> StepResult:
+        self.trace_contexts.append(trace_context)
         [batch_id] = batch_ids
         async with self._call("decode", list(batch_ids), advance.is_ahead):
             self.advances.append(advance)

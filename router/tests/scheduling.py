@@ -18,7 +18,6 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
@@ -118,18 +117,12 @@ class Rig:
         assert total == metrics.batch_max_total_tokens.value
 
 
-def as_they_are(shards: FakeShards) -> Shards:
-    """Nothing between them and the watch."""
-    return shards
-
-
 def make_rig(
     shards: FakeShards | None = None,
-    over: Callable[[FakeShards], Shards] = as_they_are,
+    watched: Callable[[FakeShards], WatchedShards] = WatchedShards,
     **limits: Any,
 ) -> Rig:
-    """A batcher that does not run yet, with `over` in front of its shards; `limits` are fields of
-    SchedulerLimits."""
+    """A batcher that does not run yet; `limits` are fields of SchedulerLimits."""
     shards = shards or FakeShards()
     given: dict[str, Any] = {
         "num_blocks": shards.num_blocks,
@@ -143,7 +136,7 @@ def make_rig(
     }
     metrics = Metrics(100, 200)
     scheduler_limits = SchedulerLimits(**(given | limits))
-    watch = WatchedShards(over(shards))
+    watch = watched(shards)
     batcher = Batcher(watch, make_tokenizer(), metrics, scheduler_limits)
     return Rig(batcher, shards, watch, metrics)
 

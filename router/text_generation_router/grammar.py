@@ -18,7 +18,7 @@ from text_generation_router.errors import GrammarError, OverloadedError
 from text_generation_router.gbnf import lark_of_gbnf
 from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
-from text_generation_router.scheduler.shards import Shards
+from text_generation_router.scheduler.watch import WatchedShards
 
 # Of a schema without annotations, regular expression or Lark grammar, in UTF-8; and of a schema
 # with its annotations.
@@ -84,7 +84,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: WatchedShards,
         is_enabled: bool,
         added_ids: Mapping[str, int] = MappingProxyType({}),
     ) -> None:

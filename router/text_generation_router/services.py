@@ -34,8 +34,6 @@ from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.deadline import StepDeadlines
-from text_generation_router.scheduler.recovery import Recovery
-from text_generation_router.scheduler.replaced_shards import ReplacedShards
 from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS,
@@ -71,7 +69,7 @@ class Services:
     limits: Limits
     scheduler_limits: SchedulerLimits
     shards: Shards
-    watch: WatchedShards | ReplacedShards
+    watch: WatchedShards
     tokenizer: Tokenizer
     metrics: Metrics
     batcher: Batcher
@@ -154,8 +152,7 @@ async def start(
                 yield services
             finally:
                 tokenizer.close()
-                if isinstance(services.watch, ReplacedShards):
-                    await services.watch.close()
+                await services.watch.close()
         finally:
             await shards.close()
     finally:
@@ -180,23 +177,26 @@ def assemble(
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
     num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
 
-    def watched(client: Shards) -> WatchedShards:
-        if tracing is not None and isinstance(client, ShardedClient):
-            from text_generation_router.tracing.steps import TracedShards
-
-            client = TracedShards(client, tracing)
-        return WatchedShards(client, deadlines, num_questions)
-
-    watch: WatchedShards | ReplacedShards
-    recovery: Recovery | None = None
+    connect: Reconnection | None = None
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
-        watch = shards = _replaced(config, shards, watched, info, warmup, metrics)
-        recovery = Recovery(watch, config.resume_streams)
-    else:
-        watch = watched(shards)
-    batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, recovery)
-    grammars = GrammarCompiler(shards, not config.disable_grammar_support, tokenizer.added_ids())
+        connect = Reconnection(
+            config.master_shard_uds_path,
+            config.starting_deadline_s,
+            info,
+            warmup,
+            config.max_batch_prefill_tokens,
+            config.batch_rows,
+        )
+    kind: Callable[..., WatchedShards] = WatchedShards
+    if tracing is not None:
+        from text_generation_router.tracing.steps import TracedShards
+
+        kind = partial(TracedShards, tracing)
+    note_restart = partial(metrics.restarts.inc, process="shard")
+    watch = kind(shards, deadlines, num_questions, connect, note_restart)
+    batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, config.resume_streams)
+    grammars = GrammarCompiler(watch, not config.disable_grammar_support, tokenizer.added_ids())
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(
         batcher,
@@ -228,26 +228,6 @@ def assemble(
         state=state or ServerState(),
         stall_s=deadlines.of(config.max_batch_prefill_tokens) + STALL_ROOM_S,
     )
-
-
-def _replaced(
-    config: RouterConfig,
-    shards: ShardedClient,
-    watched: Callable[[Shards], WatchedShards],
-    info: ShardInfo,
-    warmup: WarmupResult,
-    metrics: Metrics,
-) -> ReplacedShards:
-    """The shards, and later those that the launcher starts in their place."""
-    connect = Reconnection(
-        config.master_shard_uds_path,
-        config.starting_deadline_s,
-        info,
-        warmup,
-        config.max_batch_prefill_tokens,
-        config.batch_rows,
-    )
-    return ReplacedShards(shards, watched, connect, partial(metrics.restarts.inc, process="shard"))
 
 
 def _step_deadlines(

@@ -19,12 +19,11 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.recovery import NoShardsError, Recovery
-from text_generation_router.scheduler.replaced_shards import ReplacedShards
 from text_generation_router.scheduler.shards import (
     GoneShardError,
     GrammarResult,
     LostStepError,
+    NoShardsError,
 )
 from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.time_limits import TimeLimits
@@ -81,10 +80,9 @@ class World:
         self.failure: Exception | None = None
         self.told: list[str] = []
         self.metrics = Metrics(100, 200)
-        self.shards = ReplacedShards(
+        self.shards = WatchedShards(
             self.lives[0],
-            WatchedShards,
-            self._connect,
+            connect=self._connect,
             note_restart=lambda: self.metrics.restarts.inc(process="shard"),
         )
         self.shards.report_loss = self.told.append
@@ -102,7 +100,8 @@ class World:
             make_tokenizer(),
             self.metrics,
             SchedulerLimits(**(given | limits)),
-            Recovery(self.shards, resumes_streams, most_losses),
+            resumes_streams,
+            most_losses,
         )
 
     async def _connect(self, tell: Callable[[str], None]) -> Mortal:
@@ -114,7 +113,7 @@ class World:
 
     @property
     def rig(self) -> Rig:
-        return Rig(self.batcher, self.lives[-1], self.shards, self.metrics)  # type: ignore[arg-type]
+        return Rig(self.batcher, self.lives[-1], self.shards, self.metrics)
 
     def submit(self, *arguments: Any, **options: Any) -> Entry:
         return self.batcher.submit(make_request(*arguments, **options))
@@ -214,9 +213,7 @@ async def test_shards_that_were_given_up_are_told_of() -> None:
     async with world() as w:
         entry = w.submit((1,), 30)
         await has_tokens(w, entry)
-        current = w.shards._current
-        assert current is not None
-        current.verdict = "The shards have not answered for 20 s"
+        w.shards._declare_lost("The shards have not answered for 20 s")
         assert_whole(await collect(entry), (1,), 30)
         assert w.told == ["The shards have not answered for 20 s"]
         assert len(w.lives) == 2

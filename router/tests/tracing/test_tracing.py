@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Request
-from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, StepResult
 from text_generation_router.tracing import steps
 from text_generation_router.tracing.requests import MOST_SEQUENCES, TracedRequests
 from text_generation_router.tracing.steps import TracedShards
@@ -52,34 +49,6 @@ class Kept(SpanProcessor):
         return [span for span in self.ended if span.name in names]
 
 
-class Told:
-    """Shards that record their trace contexts."""
-
-    def __init__(self, shards: FakeShards) -> None:
-        self._shards = shards
-        self.contexts: list[str] = []
-
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
-    ) -> StepResult:
-        self.contexts.append(trace_context)
-        return await self._shards.prefill(batch_id, entries, cached_batch_id, advance)
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        self.contexts.append(trace_context)
-        return await self._shards.decode(batch_ids, advance)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shards, name)
-
-
 class Traced:
     """A router's traces, from requests to shards."""
 
@@ -88,14 +57,12 @@ class Traced:
         self.kept = Kept()
         provider.add_span_processor(self.kept)
         self.requests = TracedRequests(provider.get_tracer("test"), "a model")
-        self.told: Told
-        self.shards: TracedShards
+        self.told: FakeShards
 
-    def over(self, shards: FakeShards) -> TracedShards:
+    def watched(self, shards: FakeShards) -> TracedShards:
         """The traced shards, for the batcher."""
-        self.told = Told(shards)
-        self.shards = TracedShards(self.told, self.requests)
-        return self.shards
+        self.told = shards
+        return TracedShards(self.requests, shards)
 
     async def ask(
         self, rig: Rig, *requests: Request, leaves: bool = False, parent: str = ""
@@ -126,7 +93,7 @@ class Traced:
             id(span) for span in self.kept.begun if span.end_time is not None
         )
         assert len(self.kept.begun) == len(self.kept.ended)
-        assert not self.requests.sequences and not self.shards._rows
+        assert not self.requests.sequences
 
 
 def ids(span: ReadableSpan) -> tuple[int, int]:
@@ -136,7 +103,7 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
 
 async def test_phases_and_steps() -> None:
     traced = Traced()
-    async with running(over=traced.over) as rig:
+    async with running(watched=traced.watched) as rig:
         await traced.ask(rig, make_request((1, 2, 3), 9), parent=PARENT)
     traced.check_all_ended()
     kept = traced.kept
@@ -151,17 +118,17 @@ async def test_phases_and_steps() -> None:
     assert [ids(span)[1] for span in below] == [ids(p)[0] for p in (*phases[2:], phases[3])]
     # The shards get all contexts but the last one, which is unknown before the step.
     told = [f"00-{'a' * 32}-{ids(span)[0]:016x}-01" for span in below[:2]]
-    assert [context for context in traced.told.contexts if context] == told
+    assert [context for context in traced.told.trace_contexts if context] == told
     assert [link.context.span_id for link in phases[3].links] == [ids(s)[0] for s in below[1:]]
 
 
 async def test_steps_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "EVERY_S", -1.0)
     traced = Traced()
-    async with running(over=traced.over) as rig:
+    async with running(watched=traced.watched) as rig:
         await traced.ask(rig, make_request((1, 2, 3), 9))
     assert len(traced.kept.named(*STEPS)) == 9
-    assert all(traced.told.contexts)
+    assert all(traced.told.trace_contexts)
     [decode] = traced.kept.named("decode")
     assert len(decode.links) == 2, "the first and the last"
 
@@ -169,7 +136,7 @@ async def test_steps_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_step_of_several_is_linked() -> None:
     """The second request's first steps are linked with the first request, and below its own."""
     traced, gate = Traced(), Gate("decode")
-    async with running(FakeShards(hook=gate), over=traced.over) as rig:
+    async with running(FakeShards(hook=gate), watched=traced.watched) as rig:
         tasks = [asyncio.create_task(traced.ask(rig, make_request((1, 2, 3), 9)))]
         await until(lambda: gate.is_reached)
         tasks.append(asyncio.create_task(traced.ask(rig, make_request((4, 5, 6), 9))))
@@ -188,7 +155,7 @@ async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "MOST_LINKS", 2)
     traced = Traced()
     requests = [make_request((1, 2, 3), 4) for _ in range(6)]
-    async with running(over=traced.over) as rig:
+    async with running(watched=traced.watched) as rig:
         await traced.ask(rig, *requests)
     assert max(len(span.links) for span in traced.kept.named(*STEPS)) == 2
     assert all(span.links for span in traced.kept.named("prefill", "decode"))
@@ -196,17 +163,17 @@ async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_no_step_is_traced_without_sampling() -> None:
     traced = Traced(ratio=0.0)
-    async with running(over=traced.over) as rig:
+    async with running(watched=traced.watched) as rig:
         await traced.ask(rig, make_request())
         await traced.ask(rig, make_request(), parent=PARENT.removesuffix("01") + "00")
-        assert traced.told.contexts.count("") == len(traced.told.contexts) > 0
+        assert traced.told.trace_contexts.count("") == len(traced.told.trace_contexts) > 0
         await traced.ask(rig, make_request(), parent=PARENT)
     assert {span.context.trace_id for span in traced.kept.ended} == {int("a" * 32, 16)}
 
 
 async def test_a_step_that_fails() -> None:
     traced = Traced()
-    async with running(FakeShards(hook=Failing(decode=[1])), over=traced.over) as rig:
+    async with running(FakeShards(hook=Failing(decode=[1])), watched=traced.watched) as rig:
         [outcome] = await traced.ask(rig, make_request())
         assert isinstance(outcome.error, GenerationError)
         [outcome] = await traced.ask(rig, make_request())
@@ -221,7 +188,7 @@ async def test_a_step_that_fails() -> None:
 
 async def test_of_many_sequences_some_have_phases() -> None:
     traced, num = Traced(), MOST_SEQUENCES + 4
-    async with running(over=traced.over) as rig:
+    async with running(watched=traced.watched) as rig:
         await traced.ask(rig, *[make_request((1, 2, 3), 3) for _ in range(num)])
     traced.check_all_ended()
     assert len(traced.kept.named("prefill")) == MOST_SEQUENCES
@@ -238,7 +205,7 @@ async def test_whatever_happens_every_span_ends(seed: int) -> None:
     traced = Traced(ratio=0.7)
     shards = FakeShards(num_blocks=24, hook=Failing(prefill=[4, 9], decode=[7, 30], filter=[3]))
     limits: dict[str, Any] = {"max_batch_prefill_tokens": 8, "speculate": seed % 3}
-    async with running(shards, over=traced.over, max_batch_size=6, **limits) as rig:
+    async with running(shards, watched=traced.watched, max_batch_size=6, **limits) as rig:
         tasks = []
         for _ in range(40):
             prompt = [random.randrange(1, 99) for _ in range(random.randrange(1, 20))]

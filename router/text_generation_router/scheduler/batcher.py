@@ -30,12 +30,17 @@ from text_generation_router.request import Request, Timings
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.delivery import Delivery
 from text_generation_router.scheduler.endings import EndingRate
-from text_generation_router.scheduler.entry import Entry, EntryState
+from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState, not_resumed
 from text_generation_router.scheduler.meter import Meter, Method
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.recovery import NoShardsError, Recovery
-from text_generation_router.scheduler.shards import CachedBatch, LostStepError, Shards, StepResult
+from text_generation_router.scheduler.shards import (
+    CachedBatch,
+    LostStepError,
+    NoShardsError,
+    StepResult,
+)
+from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tokenizer import Tokenizer
 
 __all__ = ["Batcher", "SchedulerLimits"]
@@ -84,15 +89,18 @@ class Batcher:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: WatchedShards,
         tokenizer: Tokenizer,
         metrics: Metrics,
         limits: SchedulerLimits,
-        recovery: Recovery | None = None,
+        resumes_streams: bool = True,
+        most_losses: int = MOST_LOSSES,
     ) -> None:
-        """Without `recovery` running entries fail with the shards."""
+        """Entries are computed again by shards that replace lost ones; see `not_resumed`."""
         self._shards = shards
-        self._recovery = recovery
+        self._resumes_streams = resumes_streams
+        self._most_losses = most_losses
+        self._num_losses = 0
         self._tokenizer = tokenizer
         self._entry_ids = count()
         self._batch_ids = count()
@@ -122,8 +130,7 @@ class Batcher:
         self._delivery = Delivery(self._meter, self._end)
         # How fast waiting entries are admitted, since the queue was last empty.
         self._admissions = EndingRate()
-        if recovery is not None:
-            recovery.wake_with(self._work.set)
+        shards.on_loss = self._work.set
 
     # ---- Called by clients, between the steps of `run` ----
 
@@ -372,15 +379,16 @@ class Batcher:
 
     async def _recover(self) -> None:
         """If the shards were lost, waits for new ones, which compute the running entries again."""
-        recovery = self._recovery
-        while recovery is not None and recovery.is_due:
+        shards = self._shards
+        while self._num_losses != shards.num_losses:
             await self._deliver_reply()
-            self._batch = None
-            for entry, error in recovery.begin(self._planner.lose_blocks()):
+            self._batch, self._num_losses = None, shards.num_losses
+            lost, resumes = self._planner.lose_blocks(), self._resumes_streams
+            for entry, error in not_resumed(lost, shards.error, resumes, self._most_losses):
                 self._end(entry, error)
             self._meter.note_load()
             self._meter.note_queue()
-            await recovery.wait()
+            await shards.wait()
 
     async def _drop_rows(self) -> bool:
         """Has the shards forget the rows of entries that no longer run; False if they are lost."""
@@ -395,7 +403,7 @@ class Batcher:
                 self._batch = None
                 await self._shards.clear_cache(batch.id)
         except GenerationError as error:
-            if self._recovery is not None and await self._recovery.is_lost_with(error):
+            if await self._shards.is_lost_with(error):
                 return False
             self._fail(batch.id, list(running.values()), error)
             self._batch = None
@@ -409,7 +417,7 @@ class Batcher:
         A failed Prefill leaves the rows before it unchanged, except after LostStepError. Where the
         shards are lost no entry ends here: see `_recover`.
         """
-        if self._recovery is not None and await self._recovery.is_lost_with(error):
+        if await self._shards.is_lost_with(error):
             return
         batch, entries = self._batch, step.plan.admitted
         if not entries or isinstance(error, LostStepError):

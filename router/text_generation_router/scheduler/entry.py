@@ -3,10 +3,10 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
-from text_generation_router.errors import RouterError
+from text_generation_router.errors import GenerationError, RouterError
 from text_generation_router.request import Output, Pooling, Request, Timings
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
@@ -143,3 +143,18 @@ class Entry:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def not_resumed(
+    ran: Iterable[Entry], error: GenerationError, resumes_streams: bool, most_losses: int
+) -> Iterator[tuple[Entry, GenerationError]]:
+    """Of the entries that ran when the shards were lost with `error`, those that are not computed
+    again, with their errors: those that ran at `most_losses` losses, and without `resumes_streams`
+    the streams that have begun."""
+    for entry in ran:
+        entry.num_losses += 1
+        if entry.num_losses >= most_losses:
+            why = f"the shards ended {entry.num_losses} times while this request ran"
+            yield entry, GenerationError(f"{why}: it is not computed again")
+        elif entry.is_shown and entry.token_ids and not resumes_streams:
+            yield entry, GenerationError(*error.args)

@@ -22,6 +22,10 @@ class GoneShardError(LostStepError):
     """A shard has ended, and with it everything that the shards held."""
 
 
+class NoShardsError(GenerationError):
+    """The shards are lost and will not be replaced."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedBatch:
     """A receipt for the rows on the shards."""
@@ -151,16 +155,20 @@ class Shards(Protocol):
         entries: Sequence[Entry],
         cached_batch_id: int | None,
         advance: Advance | None = None,
+        trace_context: str = "",
     ) -> StepResult:
         """Computes the first `chunk_len` uncached tokens of `entries`; complete ones get a token.
 
         With `cached_batch_id` the rows join that batch, which keeps its id. With `advance` its rows
         go on in the same pass, before the new ones, which can share the blocks written there. If it
-        fails, the cached batch is unchanged and the new rows are free.
+        fails, the cached batch is unchanged and the new rows are free. `trace_context`: the span
+        above those of the shards; empty: they have none.
         """
         ...
 
-    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+    async def decode(
+        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+    ) -> StepResult:
         """Advances every row of the batches, which become one."""
         ...
 
@@ -178,4 +186,12 @@ class Shards(Protocol):
 
     async def health(self) -> None:
         """Returns if every shard is healthy."""
+        ...
+
+    async def gone(self) -> None:
+        """Returns when one of them has ended."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connection; calls in flight fail."""
         ...

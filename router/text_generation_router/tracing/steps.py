@@ -2,23 +2,16 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, set_span_in_context
 from text_generation_process.tracing import SERVICE, end_span, traceparent
 
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import (
-    Advance,
-    CachedBatch,
-    GrammarResult,
-    StepResult,
-)
+from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tracing.requests import SequenceTrace, TracedRequests
-
-if TYPE_CHECKING:
-    from text_generation_router.client.shards import ShardedClient
 
 # A step has a span if it is the first of a sequence's phase, or if the last span of a step began
 # longer ago than this: the number of spans grows with the seconds of a request, not its tokens.
@@ -27,17 +20,17 @@ EVERY_S = 1.0
 MOST_LINKS = 16
 
 
-class TracedShards:
-    """`Shards` with spans for some steps. The parent is a sequence that is new to its phase, or
-    else the oldest one; the span has links to the others in the step.
+class TracedShards(WatchedShards):
+    """WatchedShards with spans for some steps. The parent is a sequence that is new to its phase,
+    or else the oldest one; the span has links to the others in the step.
 
     Owns which of the traced sequences have rows.
     """
 
-    def __init__(self, shards: "ShardedClient", requests: TracedRequests) -> None:
-        self._shards = shards
+    def __init__(self, requests: TracedRequests, *arguments: Any) -> None:
+        """`arguments`: see WatchedShards."""
+        super().__init__(*arguments)
         self._requests = requests
-        self._batch_id: int | None = None
         # The traced sequences that have rows, oldest first.
         self._rows: dict[int, SequenceTrace] = {}
         self._last_span = 0.0
@@ -48,18 +41,20 @@ class TracedShards:
         entries: Sequence[Entry],
         cached_batch_id: int | None,
         advance: Advance | None = None,
+        trace_context: str = "",
     ) -> StepResult:
-        """See `Shards.prefill`."""
+        """See `Shards.prefill`. The trace context is the span's."""
+        if cached_batch_id is None:
+            self._rows.clear()  # the others are gone, perhaps with lost shards
         found = self._requests.sequences
         new = {entry.id: found[entry.id] for entry in entries if entry.id in found}
         for sequence in new.values():
             sequence.enter()
         self._rows |= new
-        began, span = time.time_ns(), self._begin("Prefill", advance, new.keys())
+        began, span = time.time_ns(), self._begin_span("Prefill", advance, new.keys())
         try:
-            result = await self._shards.prefill(
-                batch_id, entries, cached_batch_id, advance, traceparent(span)
-            )
+            context = traceparent(span)
+            result = await super().prefill(batch_id, entries, cached_batch_id, advance, context)
         except BaseException as error:
             self._forget(new)
             end_span(span, error)
@@ -67,11 +62,13 @@ class TracedShards:
         self._settle("Prefill", began, span, result)
         return result
 
-    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
-        """See `Shards.decode`."""
-        began, span = time.time_ns(), self._begin("Decode", advance)
+    async def decode(
+        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+    ) -> StepResult:
+        """See `Shards.decode`. The trace context is the span's."""
+        began, span = time.time_ns(), self._begin_span("Decode", advance)
         try:
-            result = await self._shards.decode(batch_ids, advance, traceparent(span))
+            result = await super().decode(batch_ids, advance, traceparent(span))
         except BaseException as error:
             end_span(span, error)
             raise
@@ -80,25 +77,11 @@ class TracedShards:
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
-        batch = await self._shards.filter_batch(batch_id, request_ids)
+        batch = await super().filter_batch(batch_id, request_ids)
         self._forget(self._rows.keys() - set(batch.request_ids))
         return batch
 
-    async def clear_cache(self, batch_id: int | None) -> None:
-        """See `Shards.clear_cache`."""
-        if batch_id is None or batch_id == self._batch_id:
-            self._rows.clear()
-        await self._shards.clear_cache(batch_id)
-
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """See `Shards.compile_grammar`."""
-        return await self._shards.compile_grammar(grammar, timeout_s)
-
-    async def health(self) -> None:
-        """See `Shards.health`."""
-        await self._shards.health()
-
-    def _begin(
+    def _begin_span(
         self, method: str, advance: Advance | None, new_ids: Iterable[int] = ()
     ) -> Span | None:
         """The span of a step that is about to be sent; None: it gets none."""
@@ -130,7 +113,6 @@ class TracedShards:
 
     def _settle(self, method: str, began: int, span: Span | None, result: StepResult) -> None:
         """A step has succeeded."""
-        self._batch_id = None if result.batch is None else result.batch.id
         ended = result.ended & self._rows.keys()
         if ended and span is None:
             # Only its result shows that a step is a sequence's last: the shards have no spans then.
