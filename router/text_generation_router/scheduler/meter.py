@@ -43,7 +43,7 @@ class Meter:
             if entry.num_reused_tokens is None:
                 entry.num_reused_tokens = entry.num_cached_tokens
         if plan.advance is not None:
-            waiting_reason = "backpressure" if planner.admission.may_wait else "wait_exceeded"
+            waiting_reason = "backpressure" if planner.may_wait else "wait_exceeded"
             metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else waiting_reason)
         self.note_queue()
 
