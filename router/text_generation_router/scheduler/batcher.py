@@ -72,14 +72,6 @@ class _Step:
         return "prefill" if self.plan.admitted else "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """A step that is done and recorded, but not delivered."""
-
-    step: _Step
-    result: StepResult
-
-
 class Batcher:
     """Owns the Planner (queue and blocks) and every Entry.
 
@@ -107,7 +99,8 @@ class Batcher:
         self._planner = Planner(limits)
         # The shards' receipt for the rows that exist; None when there are none.
         self._batch: CachedBatch | None = None
-        self._reply: _Reply | None = None
+        # A step that is done and recorded, but not delivered.
+        self._reply: tuple[_Step, StepResult] | None = None
         # Every entry that has not ended.
         self._live: dict[int, Entry] = {}
         self._work = asyncio.Event()
@@ -227,7 +220,7 @@ class Batcher:
     def integrity(self) -> None:
         """Asserts, between any two steps, that no block and no entry is lost."""
         self._planner.integrity()
-        undelivered = {} if self._reply is None else self._reply.step.plan.entries
+        undelivered = {} if self._reply is None else self._reply[0].plan.entries
         queue = self._planner.queue
         places = {entry.id for entry in queue} | self._planner.running.keys() | undelivered.keys()
         assert set(self._live) <= places, "an entry is nowhere"
@@ -331,7 +324,7 @@ class Batcher:
         self._admissions.end(now, len(newcomers))
         self._meter.note_admission(plan)
 
-    async def _receive(self, step: _Step) -> _Reply | None:
+    async def _receive(self, step: _Step) -> tuple[_Step, StepResult] | None:
         """Waits for a step and records it; None if it failed."""
         try:
             result = await step.call
@@ -355,12 +348,13 @@ class Batcher:
         if step.plan.entries and not step.plan.chunks:
             self._decode_s = (result.forward_ns + result.decode_ns) / 1e9
         self._meter.note_step(step.method, self._last_success - began, result)
-        return _Reply(step, result)
+        return step, result
 
     async def _deliver_reply(self) -> None:
         """Delivers the last result, if it is not delivered yet."""
         if (reply := self._reply) is not None:
-            await self._delivery.deliver(reply.step.plan, reply.result, reply.step.method)
+            step, result = reply
+            await self._delivery.deliver(step.plan, result, step.method)
             self._reply = None
 
     # ---- Endings ----
