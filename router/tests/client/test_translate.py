@@ -147,12 +147,6 @@ def test_a_step_comes_back_as_columns() -> None:
     assert list(step.counts) == [1, 1, 1]
 
 
-def test_a_request_can_get_several_tokens() -> None:
-    generations = pb.Generations(request_ids=[1, 2], token_ids=[5, 6, 7], token_counts=[2, 1])
-    step = translate.from_step(pb.StepResponse(generations=generations))
-    assert (step.request_ids, step.token_ids, step.counts) == ((1, 2), (5, 6, 7), (2, 1))
-
-
 def test_a_step_without_remaining_rows() -> None:
     step = translate.from_step(pb.StepResponse())
     assert step.batch is None and step.concat_ns is None and list(step.top_tokens()) == []

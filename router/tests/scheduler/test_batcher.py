@@ -43,24 +43,6 @@ async def test_one_request() -> None:
     assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 4
 
 
-async def test_end_of_sequence_is_streamed_but_not_text() -> None:
-    async with running(FakeShards(script=writes("hello"))) as rig:
-        outcome = await rig.outcome(max_new_tokens=20)
-    assert outcome.generated.finish_reason is FinishReason.EOS_TOKEN
-    assert (outcome.text, outcome.generated.text) == ("hello</s>", "hello")
-    assert outcome.generated.generated_tokens == 6
-    assert [output.token.special for output in outcome.tokens] == [False] * 5 + [True]
-
-
-async def test_a_special_token_in_the_middle_is_not_text() -> None:
-    script = [1, 2, BOS_ID, 3]
-    shards = FakeShards(script=lambda prompt, place: script[place])
-    async with running(shards) as rig:
-        outcome = await rig.outcome(max_new_tokens=4)
-    assert [output.token.special for output in outcome.tokens] == [False, False, True, False]
-    assert outcome.text.replace("<s>", "") == outcome.generated.text
-
-
 async def test_a_stop_string_ends_a_request_while_others_go_on() -> None:
     async with running(FakeShards(script=writes("one two three four five", BOS_ID))) as rig:
         stopped, other = await asyncio.gather(rig.outcome((1,), 15, "three"), rig.outcome((2,), 15))
@@ -70,20 +52,6 @@ async def test_a_stop_string_ends_a_request_while_others_go_on() -> None:
     assert other.text == "one two three f"
     # One decode was in flight when the stop string was found; then only the other row is kept.
     assert ("filter", (1,)) in rig.shards.calls
-
-
-async def test_the_last_request_of_a_batch_stops() -> None:
-    async with running(FakeShards(script=writes("stop it"))) as rig:
-        outcome = await rig.outcome((1,), 20, "op")
-        assert outcome.text == "stop"
-    assert rig.shards.calls[-1] == ("clear", (0,))
-
-
-async def test_length_wins_over_a_stop_string() -> None:
-    async with running(FakeShards(script=writes("abc"))) as rig:
-        outcome = await rig.outcome((1,), 3, "bc")
-    assert outcome.generated.finish_reason is FinishReason.LENGTH
-    assert outcome.text == "abc"
 
 
 async def test_prompt_and_top_tokens() -> None:
@@ -207,17 +175,6 @@ async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
         assert (await rig.outcome(prompt, 4)).ids == expected_ids(prompt, 4)
 
 
-@pytest.mark.parametrize("speculate", [0, 8])
-async def test_the_last_token_of_a_request_that_failed_alone_is_not_shared(speculate: int) -> None:
-    """Its draft tokens were written where its text would go on, and most of them are wrong."""
-    prompt = (1, 2, 3, 4, 5)
-    async with running(FakeShards(failing={0: 3}), speculate=speculate) as rig:
-        failed = await rig.outcome(prompt, 20)
-        assert str(failed.error) == "Server error: token 3"
-        longer = (*prompt, *expected_ids(prompt, 12))
-        assert (await rig.outcome(longer, 4)).ids == expected_ids(longer, 4)
-
-
 @pytest.mark.parametrize("failures", [{"filter": [1]}, {"filter": [1], "clear": [1]}])
 async def test_a_failed_filter_fails_the_batch(failures: dict[str, list[int]]) -> None:
     shards = FakeShards(hook=Failing(**failures))
@@ -230,16 +187,6 @@ async def test_a_failed_filter_fails_the_batch(failures: dict[str, list[int]]) -
         await rig.turn(20)
         shards.batches.clear()  # what the shard forgets when it starts again
         assert (await rig.outcome((9,), 5)).ids == expected_ids((9,), 5)
-
-
-async def test_a_failed_clear_is_not_fatal() -> None:
-    shards = FakeShards(script=writes("stop"), hook=Failing(clear=[1, 2]))
-    async with running(shards) as rig:
-        assert (await rig.outcome((1,), 20, "to")).text == "sto"
-        await until(lambda: not rig.batcher.is_healthy)
-        await rig.turn(20)
-        shards.batches.clear()
-        assert (await rig.outcome((1,), 20)).text == "stop</s>"
 
 
 async def test_a_prefill_whose_answer_was_lost_fails_all_its_rows() -> None:
@@ -322,17 +269,6 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
     assert not rig.batcher.is_healthy
     rig.batcher.integrity()
     rig.check_empty()
-
-
-@pytest.mark.parametrize("starts", [True, False])
-async def test_close_before_run(starts: bool) -> None:
-    rig = make_rig()
-    entry = rig.batcher.submit(make_request())
-    run = asyncio.create_task(rig.batcher.run() if starts else asyncio.sleep(0))
-    await rig.batcher.close()
-    done, _ = await asyncio.wait({run}, timeout=1)
-    assert done
-    assert isinstance((await collect(entry)).error, IncompleteGenerationError)
 
 
 @pytest.mark.parametrize("turns", range(8))

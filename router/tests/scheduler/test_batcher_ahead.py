@@ -65,27 +65,6 @@ async def test_an_unforeseen_end() -> None:
         assert (await rig.outcome((4, 5), 3)).text == "abc"
 
 
-async def test_a_newcomer_is_admitted_at_the_next_step_but_one_at_the_latest() -> None:
-    async with running(slow(), runs_ahead=True) as rig:
-        long = asyncio.create_task(rig.outcome(PROMPT, 40))
-        await until(lambda: num_ahead(rig.shards) == 3)
-        before = len(rig.shards.calls)
-        assert (await rig.outcome((4, 5), 6)).ids == expected_ids((4, 5), 6)
-        methods = [method for method, _ in rig.shards.calls[before:]]
-        assert methods.index("prefill") <= 1
-        assert (await long).ids == expected_ids(PROMPT, 40)
-
-
-async def test_a_client_that_leaves() -> None:
-    async with running(slow(), runs_ahead=True) as rig:
-        entries = [rig.batcher.submit(make_request((n, 2), 40)) for n in range(3)]
-        await until(lambda: num_ahead(rig.shards) == 3)
-        rig.batcher.cancel(entries[1])
-        texts = [(await collect(entry)).ids for entry in (entries[0], entries[2])]
-        assert texts == [expected_ids((0, 2), 40), expected_ids((2, 2), 40)]
-        assert ("filter", (entries[0].id, entries[2].id)) in rig.shards.calls
-
-
 @pytest.mark.parametrize("failing", range(1, 7))
 async def test_a_step_fails(failing: int) -> None:
     """With the one behind it, if there is one; and the next request is served."""

@@ -16,9 +16,7 @@ from router.tests.scheduling import (
     expected_ids,
     make_request,
     running,
-    writes,
 )
-from router.tests.waiting import until
 
 # ---- Blocks ----
 
@@ -38,42 +36,6 @@ async def test_the_token_limit_bounds_the_blocks() -> None:
     with pytest.raises(ValueError, match="max-batch-total-tokens"):
         async with running(max_batch_total_tokens=3):
             pass
-
-
-async def test_preemption_takes_the_newest_and_keeps_the_order() -> None:
-    shards = FakeShards(num_blocks=6, block_size=4)
-    async with running(shards) as rig:
-        first = asyncio.create_task(rig.outcome(range(6), 18))
-        await rig.turn()
-        others = [asyncio.create_task(rig.outcome((n,), 6)) for n in range(2)]
-        outcomes = await asyncio.gather(first, *others)
-    assert [len(outcome.ids) for outcome in outcomes] == [18, 6, 6]
-    # The oldest is never computed again.
-    prefills = [ids for method, ids in shards.calls if method == "prefill"]
-    assert sum(0 in ids for ids in prefills) == 1
-    assert all(list(ids) == sorted(ids) for ids in prefills)
-
-
-async def test_a_preempted_request_can_stop_or_leave_while_queued() -> None:
-    shards = FakeShards(num_blocks=5, block_size=2, script=writes("abcdefghijklmn"))
-    async with running(shards) as rig:
-        long = rig.batcher.submit(make_request((1, 2), 8))
-        short = rig.batcher.submit(make_request((3,), 8, prefill_logprobs=True))
-        await until(lambda: rig.metrics.request_preempted.value() > 0)
-        rig.batcher.cancel(short)
-        assert (await collect(long)).text == "abcdefgh"
-
-
-async def test_a_stop_string_in_the_token_that_causes_the_preemption() -> None:
-    """The token is known to the scheduler before its text is: the entry ends in the queue."""
-    for stop in "bcdefgh":
-        shards = FakeShards(num_blocks=5, block_size=2, script=writes("abcdefghijklmn"))
-        async with running(shards) as rig:
-            long, short = await asyncio.gather(
-                rig.outcome((1, 2), 8), rig.outcome((3,), 8, stop, prefill_logprobs=True)
-            )
-        assert (long.text, short.text) == ("abcdefgh", "abcdefgh"[: "abcdefgh".index(stop) + 1])
-        assert len(short.prefill.tokens) == 1
 
 
 # ---- When requests join ----

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from text_generation_router.errors import GenerationError, ValidationError
+from text_generation_router.errors import ValidationError
 
 from router.tests.scheduling import (
-    Failing,
     FakeShards,
     Gate,
     Outcome,
@@ -62,18 +61,6 @@ async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
     assert rig.shards.num_computed == 10 + 4 * 2
 
 
-async def test_more_sequences_than_blocks_are_preempted_and_finish() -> None:
-    """One sequence alone takes 7 of the 8 blocks at its end."""
-    async with running(FakeShards(num_blocks=8, block_size=4)) as rig:
-        entries = submit(rig, 6, range(9), 18)
-        others = [rig.batcher.submit(make_request((n,), 12)) for n in range(3)]
-        for outcome in await outcomes_of(entries):
-            assert outcome.ids == expected_ids(range(9), 18)
-        for n, outcome in enumerate(await outcomes_of(others)):
-            assert outcome.ids == expected_ids((n,), 12)
-    assert rig.metrics.request_preempted.value() > 3
-
-
 @pytest.mark.parametrize("shares_prefixes", [True, False])
 async def test_a_preempted_sequence_shares_again_when_it_comes_back(shares_prefixes: bool) -> None:
     shards = FakeShards(num_blocks=10, block_size=4)
@@ -87,30 +74,6 @@ async def test_a_preempted_sequence_shares_again_when_it_comes_back(shares_prefi
     # same; 8 of them as the prompt.
     assert rig.metrics.request_preempted.value() == 2
     assert rig.shards.num_computed == 9 + 3 + 2 * 1
-
-
-@pytest.mark.parametrize("method", ["prefill", "decode"])
-async def test_the_one_that_computed_the_prompt_leaves(method: str) -> None:
-    gate = Gate(method)
-    async with running(FakeShards(hook=gate, num_blocks=12)) as rig:
-        entries = submit(rig, 3, range(9), 12)
-        await until(lambda: gate.is_reached)
-        rig.batcher.cancel(entries[0])
-        newcomers = [rig.batcher.submit(make_request((n,) * 4, 8)) for n in range(4)]
-        gate.open()
-        for outcome in await outcomes_of(entries[1:]):
-            assert outcome.ids == expected_ids(range(9), 12)
-        for n, outcome in enumerate(await outcomes_of(newcomers)):
-            assert outcome.ids == expected_ids((n,) * 4, 8)
-
-
-async def test_a_failed_prefill_fails_its_requests_and_later_ones_compute_the_prompt() -> None:
-    shards = FakeShards(hook=Failing(prefill=[1]))
-    async with running(shards, max_batch_size=2) as rig:
-        outcomes = await outcomes_of(submit(rig, 4, range(9)))
-    assert [type(outcome.error) for outcome in outcomes] == [GenerationError] * 2 + [type(None)] * 2
-    assert [outcome.ids for outcome in outcomes[2:]] == [expected_ids(range(9), 5)] * 2
-    assert shards.num_computed == 9 + 1
 
 
 async def test_only_the_first_tells_of_the_prompt() -> None:

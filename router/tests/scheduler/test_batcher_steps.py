@@ -5,21 +5,16 @@ import re
 from itertools import pairwise
 
 import pytest
-from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 
 from router.tests.scheduling import (
-    EOS_ID,
     Failing,
     FakeShards,
-    Gate,
     collect,
     expected_ids,
     make_request,
     running,
-    writes,
 )
-from router.tests.waiting import until
 
 # Steps of 1100 ns (as the fake says), prompt tokens of 275: eight of them stretch a step to three.
 COSTS = StepCosts(decode_step_ns=1100, num_rows=1, prefill_token_ns=275)
@@ -45,19 +40,6 @@ async def test_the_first_token_comes_with_the_last_part() -> None:
         outcome = await rig.outcome(range(20), 3, prefill_logprobs=True)
     assert [sum(step.values()) for step in rig.shards.passes] == [8, 8, 4, 1, 1]
     assert len(outcome.prefill.tokens) == 20 and outcome.ids == expected_ids(range(20), 3)
-
-
-@pytest.mark.parametrize("method", ["prefill", "decode"])
-async def test_one_who_leaves_in_the_middle_of_its_prompt(method: str) -> None:
-    gate = Gate(method)
-    async with running(FakeShards(hook=gate), max_batch_prefill_tokens=8) as rig:
-        entry = rig.batcher.submit(make_request(range(30), 3))
-        other = rig.batcher.submit(make_request((1, 2), 3))
-        await until(lambda: gate.is_reached)
-        rig.batcher.cancel(entry)
-        gate.open()
-        assert (await collect(other)).ids == expected_ids((1, 2), 3)
-    assert sum(entry.id in step for step in rig.shards.passes) <= 2
 
 
 async def test_a_failed_step_with_a_newcomer_leaves_the_others_as_they_were() -> None:
@@ -106,37 +88,6 @@ async def test_the_tokens_of_a_step_come_together() -> None:
     assert sizes[0] == 1 and max(sizes) == 3
 
 
-async def test_tokens_behind_a_stop_string_are_dropped() -> None:
-    for end in range(1, 11):
-        text = "abcdefghijkl"
-        async with running(FakeShards(script=writes(text)), speculate=8) as rig:
-            outcome, other = await asyncio.gather(
-                rig.outcome((1,), 12, text[end]), rig.outcome((2,), 12)
-            )
-        assert outcome.text == outcome.generated.text == text[: end + 1]
-        assert outcome.generated.finish_reason is FinishReason.STOP_SEQUENCE
-        assert outcome.generated.generated_tokens == end + 1
-        assert other.text == text
-
-
-async def test_the_end_belongs_to_the_last_token() -> None:
-    async with running(FakeShards(script=writes("abcdef")), speculate=8) as rig:
-        outcome = await rig.outcome((1,), 12)
-        short = await rig.outcome((1,), 5)
-    assert outcome.ids[-1] == EOS_ID and outcome.generated.text == "abcdef"
-    assert outcome.generated.finish_reason is FinishReason.EOS_TOKEN
-    assert short.generated.finish_reason is FinishReason.LENGTH and short.text == "abcde"
-
-
-async def test_top_tokens_go_with_their_tokens() -> None:
-    async with running(speculate=4) as rig:
-        outcomes = await asyncio.gather(
-            *(rig.outcome((n,), 9, top_n_tokens=n % 3) for n in range(1, 5))
-        )
-    for n, outcome in enumerate(outcomes, 1):
-        assert [len(output.top_tokens) for output in outcome.tokens] == [n % 3] * 9
-
-
 # ---- The prefix cache ----
 
 
@@ -152,11 +103,3 @@ async def test_a_conversation_that_goes_on_is_computed_from_where_it_was() -> No
     assert metrics.prefix_cache_queried_tokens.value() == 10 + 23
     assert metrics.prefix_cache_hit_tokens.value() == 16
     assert metrics.prefix_cache_blocks.value == 6
-
-
-async def test_a_block_that_was_not_computed_is_not_shared() -> None:
-    """The step that should have written it failed."""
-    async with running(FakeShards(hook=Failing(prefill=[1]))) as rig:
-        assert (await rig.outcome(range(10), 5)).error is not None
-        assert (await rig.outcome(range(10), 5)).ids == expected_ids(range(10), 5)
-    assert rig.metrics.prefix_cache_hit_tokens.value() == 0

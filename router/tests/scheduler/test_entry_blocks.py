@@ -46,18 +46,6 @@ def test_a_repeated_prompt_is_not_computed_again() -> None:
     assert desk.step().chunks == {2: 3} and longer.num_cached_tokens == 12
 
 
-def test_generated_text_is_found_too() -> None:
-    desk = Desk()
-    desk.submit(range(4), 9)
-    for _ in range(8):
-        plan = desk.step()
-    desk.settle(desk.plan(), ending=[0])
-    assert plan.asked == {0}
-    # 4 tokens of the prompt and 9 of the answer, whose last one was never computed.
-    follow_up = desk.submit([*range(4), *[7] * 9, 1, 2, 3])
-    assert desk.step().chunks == {1: 4} and follow_up.num_cached_tokens == 12
-
-
 def test_a_mean_needs_every_token_but_the_last_hidden_state_does_not() -> None:
     desk = Desk()
     desk.submit(range(9))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
@@ -54,34 +53,6 @@ class Shelf:
         self.allocator.integrity(self.tables)
 
 
-def test_a_text_finds_what_is_written_of_it() -> None:
-    shelf = Shelf(10)
-    table = shelf.write([1, 2, 3, 4, 5])
-    first, second = table.block_ids[:2]
-    for tokens, found in [
-        ([1, 2, 3, 4, 5], [first, second]),
-        ([1, 2, 3, 4, 9, 9], [first, second]),
-        ([1, 2, 3], [first]),
-        ([1, 2, 9, 4], [first]),
-        ([1], []),
-        ([3, 4], []),
-        ([9, 9, 3, 4], []),
-    ]:
-        assert shelf.match(tokens) == found
-    assert len(shelf.cache) == 2, "the block that is not full is not known"
-    shelf.release(table)
-    assert shelf.match([1, 2, 3, 4]) == [first, second] and shelf.allocator.num_used == 0
-
-
-def test_salts_share_nothing() -> None:
-    shelf = Shelf(10)
-    shelf.write([1, 2, 3, 4], "an adapter")
-    assert shelf.match([1, 2, 3, 4]) == [] and len(shelf.match([1, 2, 3, 4], "an adapter")) == 2
-    shelf.write([1, 2, 3, 4], "")
-    assert shelf.match([1, 2]) != shelf.match([1, 2], "an adapter")
-    shelf.integrity()
-
-
 def test_tokens_are_compared_and_not_only_hashed() -> None:
     class Collides(bytes):
         def __hash__(self) -> int:
@@ -125,45 +96,6 @@ def test_nothing_is_found_behind_an_evicted_block() -> None:
     shelf.release(third)
     assert len(shelf.write([1, 2, 3, 4, 5, 6]).block_ids) == 4, "its blocks are given away, too"
     shelf.integrity()
-
-
-def test_without_retention_only_what_is_in_use_is_known() -> None:
-    shelf = Shelf(10, retains=False)
-    first, second = shelf.write([1, 2, 3, 4]), shelf.write([1, 2, 5, 6])
-    assert second.block_ids[0] == first.block_ids[0]
-    shelf.release(first)
-    assert len(shelf.match([1, 2, 3, 4])) == 1 and len(shelf.match([1, 2, 5, 6])) == 2
-    shelf.release(second)
-    assert len(shelf.cache) == 0 and shelf.match([1, 2]) == []
-    shelf.integrity()
-
-
-def test_promised_blocks_are_shared_behind_those_that_are_known() -> None:
-    shelf, pending = Shelf(10), PendingBlocks()
-    shelf.write([1, 2])
-    shared, chain = shelf.cache.match("", blocks_of([1, 2, 3, 4, 5, 6]), pending)
-    table = shelf.allocator.allocate(7, shared)
-    shelf.tables.append(table)
-    shelf.cache.expect(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:], pending)
-    found, second = shelf.cache.match("", blocks_of([1, 2, 3, 4, 7, 8]), pending)
-    assert found == table.block_ids[:2] and second.num_blocks == 1
-    assert shelf.match([1, 2, 3, 4]) == found[:1], "nothing is written yet"
-    # Both are known once their step is done.
-    shelf.cache.publish(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:])
-    shelf.cache.publish(second, blocks_of([3, 4]), found[1:])
-    assert shelf.match([1, 2, 3, 4, 5, 6]) == table.block_ids[:3]
-    assert second.tail == shelf.cache.match("", blocks_of([1, 2, 3, 4]), PendingBlocks())[1].tail
-
-
-def test_a_promise_goes_on_behind_what_is_known_already() -> None:
-    """A request that computes a prompt again, for its log-probabilities, still promises its end."""
-    shelf, pending = Shelf(10), PendingBlocks()
-    known = shelf.write([1, 2])
-    table = shelf.allocator.allocate(5)
-    shelf.tables.append(table)
-    shelf.cache.expect(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids, pending)
-    found, _ = shelf.cache.match("", blocks_of([1, 2, 3, 4]), pending)
-    assert found == [known.block_ids[0], table.block_ids[1]]
 
 
 class Model:
@@ -238,9 +170,3 @@ def test_it_does_what_the_plain_model_does(num_blocks: int, events: list) -> Non
         assert shelf.allocator.num_used == model.num_in_use()
         for text in model.known:
             assert len(shelf.match(text)) == len(text) // BLOCK_SIZE
-
-
-def test_a_free_block_is_no_ones() -> None:
-    shelf = Shelf(3)
-    with pytest.raises(AssertionError, match="it is free"):
-        shelf.allocator.allocate(5, [2])

@@ -10,7 +10,6 @@ from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadline
 from text_generation_router.scheduler.shards import (
     Advance,
     LostStepError,
-    SilentShardError,
     StepResult,
 )
 from text_generation_router.scheduler.watch import WatchedShards
@@ -123,19 +122,6 @@ async def test_hung_shards_are_given_up_for_good(
     for call in (watched.decode([1], Advance()), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):
             await call
-
-
-async def test_one_silent_shard_gives_up_all_for_good() -> None:
-    class OneIsSilent(FakeShards):
-        async def clear_cache(self, batch_id: int | None) -> None:
-            raise SilentShardError("shard 1 did not answer")
-
-    watched = WatchedShards(OneIsSilent())
-    with pytest.raises(SilentShardError):
-        await watched.clear_cache(None)
-    assert watched.verdict == "shard 1 did not answer"
-    with pytest.raises(LostStepError, match="shard 1 did not answer"):
-        await watched.decode([1], Advance())
 
 
 async def test_every_request_gets_its_ending() -> None:
