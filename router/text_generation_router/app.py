@@ -23,7 +23,7 @@ from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
-from text_generation_router.api.platforms import kserve, kserve_errors, probes, sagemaker, vertex
+from text_generation_router.api.platforms import kserve, probes, sagemaker, vertex
 from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
@@ -66,7 +66,7 @@ ERROR_FORMS = (
     (anthropic_errors.MODELS_PATH, anthropic_errors.respond_about_models),
     ("/v1/", v1_errors.respond),
     ("/v2/rerank", tgi_errors.respond),
-    (kserve_errors.PATH, kserve_errors.respond),
+    ("/v2/", kserve.respond),
 )
 
 

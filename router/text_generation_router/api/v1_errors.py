@@ -107,8 +107,8 @@ class ModelNotFoundError(RequestError):
         )
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": description}
+STATUSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": description}
     for status, description in (
         (400, "The request is wrong"),
         (401, "The API key is missing or wrong"),
@@ -124,13 +124,19 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         ("4XX", "Whatever else is wrong with the request"),
     )
 }
+"""The statuses of errors, for the documentation of dialects with bodies of their own."""
+ERRORS = {status: {**told, "model": ErrorBody} for status, told in STATUSES.items()}
 
 
 def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     status, detail = describe(error, request.url.path, request.method)
-    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
-    return JSONResponse({"error": detail}, status, headers=headers)
+    return JSONResponse({"error": detail}, status, headers=headers_of(error))
+
+
+def headers_of(error: Exception) -> Mapping[str, str] | None:
+    """The headers with which an error is answered."""
+    return error.headers if isinstance(error, HTTPException | RouterError) else None
 
 
 def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, dict[str, Any]]:

@@ -7,13 +7,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from text_generation_router.api.anthropic.schemas import BLOCK_TYPE, MessageErrorBody
+from text_generation_router.api.anthropic.schemas import BLOCK_TYPE
 from text_generation_router.api.body import short
 from text_generation_router.api.models import is_anthropics
-from text_generation_router.api.v1_errors import ERRORS as OPENAI_ERRORS
-from text_generation_router.api.v1_errors import complaint_of, describe, furthest
+from text_generation_router.api.v1_errors import complaint_of, describe, furthest, headers_of
 from text_generation_router.api.v1_errors import respond as openai_respond
-from text_generation_router.errors import ContextLengthError, RouterError
+from text_generation_router.errors import ContextLengthError
 from text_generation_router.request_id import current
 
 PATH = "/v1/messages"
@@ -26,17 +25,12 @@ _TYPES = {
     504: "timeout_error",
 }
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {**known, "model": MessageErrorBody} for status, known in OPENAI_ERRORS.items()
-}
-
 
 def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     path = request.url.path if isinstance(error, HTTPException) else PATH
-    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     status, message = _describe(error, path, request.method)
-    return JSONResponse(_body(status, message), status, headers=headers)
+    return JSONResponse(_body(status, message), status, headers=headers_of(error))
 
 
 def respond_about_models(request: Request, error: Exception) -> Response:

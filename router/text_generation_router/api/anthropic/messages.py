@@ -11,13 +11,11 @@ from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import make_id
-from text_generation_router.api.anthropic.errors import ERRORS, error_event
+from text_generation_router.api.anthropic.errors import error_event
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
-    MessageBody,
     MessagesRequest,
-    TokenCountBody,
 )
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import warning
@@ -25,6 +23,7 @@ from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
+from text_generation_router.api.v1_errors import STATUSES
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -213,8 +212,7 @@ router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Anthrop
 @router.post(
     "/v1/messages",
     summary="Create a message",
-    response_model=MessageBody,
-    responses=_EVENTS | ERRORS,
+    responses=_EVENTS | STATUSES,
 )
 async def messages(
     body: MessagesRequest, request: Request, services: ServicesDependency
@@ -235,8 +233,7 @@ async def messages(
 @router.post(
     "/v1/messages/count_tokens",
     summary="Count the tokens of a message",
-    response_model=TokenCountBody,
-    responses=ERRORS,
+    responses=STATUSES,
 )
 async def count_tokens(
     body: CountTokensRequest, request: Request, services: ServicesDependency
@@ -247,9 +244,7 @@ async def count_tokens(
         num_tokens = await unless_disconnected(request, _count(body, services))
     if num_tokens is None:
         return Response(status_code=499)
-    return Response(
-        TokenCountBody(input_tokens=num_tokens).model_dump_json(), media_type="application/json"
-    )
+    return Response(orjson.dumps({"input_tokens": num_tokens}), media_type="application/json")
 
 
 async def _count(body: CountTokensRequest, services: Services) -> int:

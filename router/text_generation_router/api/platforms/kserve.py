@@ -9,25 +9,20 @@ from typing import Any, cast
 
 import orjson
 from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 from starlette.convertors import StringConvertor, register_url_convertor
 
+from text_generation_router.api import errors as tgi_errors
 from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
-from text_generation_router.api.platforms.kserve_errors import ERRORS as OPEN_ERRORS
-from text_generation_router.api.platforms.kserve_errors import InferenceError, mark_as_open
 from text_generation_router.api.platforms.kserve_schemas import (
     INPUT,
     OUTPUT,
     PROTOCOLS,
     InferenceRequest,
-    InferenceResponse,
     InputTensor,
-    LiveResponse,
-    MetadataModelResponse,
-    MetadataServerResponse,
-    TensorMetadata,
 )
 from text_generation_router.api.platforms.kserve_tensors import (
     TensorRequest,
@@ -40,7 +35,13 @@ from text_generation_router.api.routes import ServicesDependency, get, unless_di
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
-from text_generation_router.api.v1_errors import ModelNotFoundError
+from text_generation_router.api.v1_errors import STATUSES as OPEN_ERRORS
+from text_generation_router.api.v1_errors import (
+    ModelNotFoundError,
+    RequestError,
+    describe,
+    headers_of,
+)
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.infer import gather_or_cancel
@@ -59,6 +60,9 @@ _MODEL = "/v2/models/{model_name:model}"
 _VERSION = f"{_MODEL}/versions/{{model_version}}"
 # The server has one model, in one version; any is taken for it.
 _ONLY_VERSION = "1"
+_SERVER = "text-generation-inference"
+# In the scope of a request that TGI would refuse: its errors have the protocol's form.
+_OPEN = "text_generation_router.open_inference"
 
 # Health needs no key.
 router = APIRouter(tags=["KServe"])
@@ -82,7 +86,7 @@ class LengthMismatchError(RouterError):
     metric_label = "validation"
 
 
-@get(router, "/v2/health/live", summary="Liveness", response_model=LiveResponse)
+@get(router, "/v2/health/live", summary="Liveness")
 async def kserve_live() -> Response:
     """The process answers, whatever its shards do."""
     return _json({"live": True})
@@ -92,7 +96,6 @@ async def kserve_live() -> Response:
     router,
     "/v2/health/ready",
     summary="Readiness",
-    response_model=LiveResponse,
     responses=UNHEALTHY,
 )
 async def kserve_ready(services: ServicesDependency) -> Response:
@@ -105,7 +108,6 @@ async def kserve_ready(services: ServicesDependency) -> Response:
     router,
     f"{_VERSION}/ready",
     summary="Readiness of the model",
-    response_model=LiveResponse,
     responses=UNHEALTHY,
 )
 async def kserve_model_ready(
@@ -119,21 +121,18 @@ async def kserve_model_ready(
     key_router,
     "/v2",
     summary="Server metadata",
-    response_model=MetadataServerResponse,
     responses=UNAUTHORIZED,
 )
 async def kserve_metadata() -> Response:
     """What the server is."""
     extensions = ["health", "models", "metrics"]
-    name = "text-generation-inference"
-    return _json({"name": name, "version": VERSION, "extensions": extensions})
+    return _json({"name": _SERVER, "version": VERSION, "extensions": extensions})
 
 
 @get(
     key_router,
     _VERSION,
     summary="Model metadata",
-    response_model=MetadataServerResponse,
     responses=UNAUTHORIZED,
 )
 async def kserve_model_metadata(model_name: str, model_version: str) -> Response:
@@ -146,7 +145,6 @@ async def kserve_model_metadata(model_name: str, model_version: str) -> Response
     router,
     f"{_MODEL}/ready",
     summary="Readiness of the model in any version",
-    response_model=LiveResponse,
     responses=OPEN_ERRORS,
 )
 async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
@@ -162,26 +160,24 @@ async def kserve_any_version_ready(model_name: str, services: ServicesDependency
     key_router,
     _MODEL,
     summary="Model metadata of the protocol",
-    response_model=MetadataModelResponse,
     responses=OPEN_ERRORS,
 )
-async def kserve_any_version_metadata(
-    model_name: str, services: ServicesDependency
-) -> MetadataModelResponse:
+async def kserve_any_version_metadata(model_name: str, services: ServicesDependency) -> Response:
     """The tensors that the model takes and gives; inputs and outputs may have other names."""
     check_model(model_name, services)
-    return MetadataModelResponse(
-        name=model_name,
-        versions=[_ONLY_VERSION],
-        platform="text-generation-inference",
-        inputs=[TensorMetadata(name=INPUT, datatype="BYTES", shape=[-1])],
-        outputs=[TensorMetadata(name=OUTPUT, datatype="BYTES", shape=[-1])],
+    texts = {"datatype": "BYTES", "shape": [-1]}
+    return _json(
+        {
+            "name": model_name,
+            "versions": [_ONLY_VERSION],
+            "platform": _SERVER,
+            "inputs": [{"name": INPUT, **texts}],
+            "outputs": [{"name": OUTPUT, **texts}],
+        }
     )
 
 
-@body_router.post(
-    f"{_VERSION}/infer", summary="Inference", response_model=InferenceResponse, responses=ERRORS
-)
+@body_router.post(f"{_VERSION}/infer", summary="Inference", responses=ERRORS)
 async def kserve_infer(
     model_name: str,
     model_version: str,
@@ -192,7 +188,7 @@ async def kserve_infer(
     """Generates for every input, as TGI does for what TGI takes, else by the protocol."""
     services.metrics.request_count.inc()
     if not _is_tgis(body, request):
-        mark_as_open(request.scope)
+        request.scope[_OPEN] = True
         return await _infer(model_name, model_version, body, request, services)
     outputs = body.outputs or []
     if len(body.inputs) != len(outputs):
@@ -210,7 +206,6 @@ async def kserve_infer(
 @body_router.post(
     f"{_MODEL}/infer",
     summary="Inference by the protocol",
-    response_model=InferenceResponse,
     responses=OPEN_ERRORS,
 )
 async def kserve_any_version_infer(
@@ -267,14 +262,14 @@ async def _infer(
 
 
 def _output_names(body: InferenceRequest) -> Sequence[str]:
-    """What the outputs are called. Raises InferenceError."""
+    """What the outputs are called. Raises RequestError."""
     num = len(body.inputs)
     if not num:
-        raise InferenceError("`inputs` must have at least one tensor")
+        raise RequestError("`inputs` must have at least one tensor")
     if not body.outputs:
         return [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
     if len(body.outputs) != num:
-        raise InferenceError(
+        raise RequestError(
             "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
             f"{len(body.outputs)} outputs and {num} inputs"
         )
@@ -282,22 +277,22 @@ def _output_names(body: InferenceRequest) -> Sequence[str]:
 
 
 def _num_texts(tensor: InputTensor) -> int:
-    """How many texts the tensor has. Raises InferenceError for one that contradicts itself."""
+    """How many texts the tensor has. Raises RequestError for one that contradicts itself."""
     named = f"The input {tensor.name[:64]!r}"
     is_bytes = tensor.datatype == "UINT8"
     if tensor.datatype != "BYTES" and not is_bytes:
-        raise InferenceError(
+        raise RequestError(
             f"{named} is {tensor.datatype[:16]!r}; send texts as BYTES, or the bytes of one as "
             "UINT8"
         )
     if not tensor.data:
-        raise InferenceError(f"{named} has no elements; send at least one text")
+        raise RequestError(f"{named} has no elements; send at least one text")
     if is_bytes and not tensor.has_bytes:
-        raise InferenceError(f"{named} is UINT8 and has texts; send them as BYTES")
+        raise RequestError(f"{named} is UINT8 and has texts; send them as BYTES")
     # TGI's clients send the bytes of a text as BYTES, in any shape.
     is_checked = is_bytes or not tensor.has_bytes
     if is_checked and (complaint := shape_complaint(tensor.shape, len(tensor.data))):
-        raise InferenceError(f"{named}: {complaint}")
+        raise RequestError(f"{named}: {complaint}")
     return 1 if tensor.has_bytes else len(tensor.data)
 
 
@@ -349,3 +344,13 @@ async def _generate(request: GenerateRequest, services: Services) -> str:
 
 def _json(content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), media_type="application/json", headers=headers)
+
+
+def respond(request: Request, error: Exception) -> Response:
+    """The error as the protocol writes it; TGI's form of the protocol has TGI's errors."""
+    path = request.url.path
+    is_tgis = "/versions/" in path or path.startswith("/v2/health/")
+    if is_tgis and _OPEN not in request.scope:
+        return tgi_errors.respond(request, error)
+    status, detail = describe(error, path, request.method)
+    return JSONResponse({"error": detail["message"]}, status, headers=headers_of(error))
