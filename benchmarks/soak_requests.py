@@ -331,7 +331,7 @@ _BAD: tuple[Ask, ...] = (
     post("/v1/messages", {"model": "tgi", "messages": []}, answers.refused(400)),
     post("/v1/responses", {"model": "tgi", "input": {"a": 1}}, answers.refused(400, 422)),
     post(_INFER, {"id": "1", "inputs": [{"name": "i"}]}, answers.refused(400, 422)),
-    post("/rerank", {"query": "a", "texts": ["b"]}, answers.refused(404, 422)),
+    post("/rerank", {"query": "a", "documents": ["b"]}, answers.refused(404, 422)),
 )
 
 

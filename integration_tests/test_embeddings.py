@@ -206,9 +206,9 @@ def test_a_reranker_scores_as_transformers_does(tmp_path: Path) -> None:
         assert [one["index"] for one in answer["results"]] == order
         found = [one["relevance_score"] for one in answer["results"]]
         assert found == pytest.approx([wanted[place] for place in order], abs=1e-4)
-        raw = post("/rerank", query=QUERY, texts=list(DOCUMENTS), raw_scores=True)
-        for one in raw:
-            assert 1 / (1 + math.exp(-one["score"])) == pytest.approx(
+        raw = post("/rerank", query=QUERY, documents=list(DOCUMENTS), use_activation=False)
+        for one in raw["results"]:
+            assert 1 / (1 + math.exp(-one["relevance_score"])) == pytest.approx(
                 wanted[one["index"]], abs=1e-4
             )
         handle.assert_idle()

@@ -55,7 +55,6 @@ ASKING = [
     ("/v1/score", {"text_1": WORDS, "text_2": WORDS}),
     ("/score", {"text_1": WORDS, "text_2": WORDS}),
     *((path, {"query": WORDS, "documents": [WORDS]}) for path in RERANKING),
-    ("/rerank", {"query": WORDS, "texts": [WORDS]}),
     ("/vertex", {"instances": [GENERATE]}),
     ("/vertex", {"instances": [CHAT]}),
     ("/predict", {"instances": [GENERATE]}),

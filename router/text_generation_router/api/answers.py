@@ -2,10 +2,11 @@
 
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 import orjson
+from fastapi import Response
 
 from text_generation_router.infer import Ending
 from text_generation_router.services import Services
@@ -16,6 +17,11 @@ _pack_float32 = struct.Struct("f").pack
 def make_id(prefix: str) -> str:
     """A new id as OpenAI and Anthropic make them, such as msg_0f…"""
     return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer of JSON; NaN becomes null."""
+    return Response(orjson.dumps(content), media_type="application/json", headers=headers)
 
 
 def float32(value: float | None) -> float | None:

@@ -2,11 +2,12 @@
 request's `model`."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
+from text_generation_router.api.answers import json_response
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.api.v1_errors import ERRORS, ModelNotFoundError
@@ -57,48 +58,14 @@ def _name_of(name: str, services: Services) -> str:
     raise ModelNotFoundError(name, names[0])
 
 
-def _model(name: str, services: Services) -> ModelBody:
-    return ModelBody(
-        id=name,
-        created=services.loaded_at,
-        owned_by=services.config.served_model_id,
-        max_model_len=services.limits.max_total_tokens,
-    )
-
-
-class Page(BaseModel):
-    """The part of the list that Anthropic's clients ask for; OpenAI's get all of it."""
-
-    limit: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=20, description="The most models to list, for Anthropic's clients."
-    )
-    after_id: str | None = Field(
-        default=None, description="List the models after this one, for Anthropic's clients."
-    )
-    before_id: str | None = Field(
-        default=None, description="List what is before this model, for Anthropic's clients."
-    )
-
-
-class AnthropicModel(BaseModel):
-    """A model that is served."""
-
-    type: Literal["model"] = "model"
-    id: str = Field(description="A name of the model.")
-    display_name: str = Field(description="The same name.")
-    created_at: str = Field(description="When this server had loaded it.")
-    lifecycle: Literal["active"] = Field(default="active", description="Always active.")
-    max_input_tokens: int = Field(description="The most tokens of a prompt.")
-    max_tokens: int = Field(description="The most tokens of an answer.")
-
-
-class AnthropicModelList(BaseModel):
-    """The served model, once for each of its names."""
-
-    data: list[AnthropicModel] = Field(description="The models.")
-    has_more: bool = Field(description="Whether there are more.")
-    first_id: str | None = Field(description="The first name of the list.")
-    last_id: str | None = Field(description="The last name of the list.")
+def _model(name: str, services: Services) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": services.loaded_at,
+        "owned_by": services.config.served_model_id,
+        "max_model_len": services.limits.max_total_tokens,
+    }
 
 
 def is_anthropics(request: Request) -> bool:
@@ -106,54 +73,48 @@ def is_anthropics(request: Request) -> bool:
     return _HEADER in request.headers
 
 
-def anthropic_model(name: str, services: Services) -> AnthropicModel:
-    """The served model by one of its names."""
+def _anthropic_model(name: str, services: Services) -> dict[str, Any]:
     limits = services.limits
     created = datetime.fromtimestamp(services.loaded_at, UTC)
-    return AnthropicModel(
-        id=name,
-        display_name=name,
-        created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        max_input_tokens=limits.max_input_tokens,
-        max_tokens=limits.max_total_tokens - 1,
-    )
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": limits.max_input_tokens,
+        "max_tokens": limits.max_total_tokens - 1,
+    }
 
 
-def anthropic_models(services: Services, page: Page) -> AnthropicModelList:
-    """A page of the names. A page after or before an unknown name is empty."""
-    names = list(services.config.model_names)
-    if page.before_id is not None:
-        left = names[: names.index(page.before_id)] if page.before_id in names else []
-        shown = left[-page.limit :]
-    else:
-        left = names
-        if page.after_id is not None:
-            known = page.after_id in names
-            left = names[names.index(page.after_id) + 1 :] if known else []
-        shown = left[: page.limit]
-    return AnthropicModelList(
-        data=[anthropic_model(name, services) for name in shown],
-        has_more=len(left) > len(shown),
-        first_id=shown[0] if shown else None,
-        last_id=shown[-1] if shown else None,
-    )
-
-
-@get(router, "/v1/models", summary="Get model info", responses=_LIST_ERRORS)
-async def openai_get_model_info(
-    services: ServicesDependency, page: Annotated[Page, Query()], request: Request
-) -> ModelListBody | AnthropicModelList:
+@get(
+    router,
+    "/v1/models",
+    summary="Get model info",
+    response_model=ModelListBody,
+    responses=_LIST_ERRORS,
+)
+async def openai_get_model_info(services: ServicesDependency, request: Request) -> Response:
     """The served model, once for each of its names; in Anthropic's form for its clients, whose
-    header is `anthropic-version`, and which may ask for a part of the list."""
-    if is_anthropics(request):
-        return anthropic_models(services, page)
-    return ModelListBody(data=[_model(name, services) for name in services.config.model_names])
+    header is `anthropic-version`. There is one page."""
+    names = services.config.model_names
+    if not is_anthropics(request):
+        models = [_model(name, services) for name in names]
+        return json_response({"object": "list", "data": models})
+    data = [_anthropic_model(name, services) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1]}
+    return json_response({"data": data, "has_more": False, **ends})
 
 
-@get(router, "/v1/models/{model:path}", summary="Get one model", responses=_ERRORS)
-async def openai_get_model(
-    model: str, services: ServicesDependency, request: Request
-) -> ModelBody | AnthropicModel:
+@get(
+    router,
+    "/v1/models/{model:path}",
+    summary="Get one model",
+    response_model=ModelBody,
+    responses=_ERRORS,
+)
+async def openai_get_model(model: str, services: ServicesDependency, request: Request) -> Response:
     """The served model by its name, which may have slashes; in Anthropic's form for its clients."""
     name = _name_of(model, services)
-    return anthropic_model(name, services) if is_anthropics(request) else _model(name, services)
+    form = _anthropic_model if is_anthropics(request) else _model
+    return json_response(form(name, services))

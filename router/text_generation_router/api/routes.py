@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
 from text_generation_router.api.keys import caller_of
 from text_generation_router.api.sse import (
@@ -62,22 +62,20 @@ async def open_stream(
     try:
         first = await unless_disconnected(request, anext(chunks))
     except Exception as error:
-        if has_status(error):
+        if isinstance(error, HTTPException) or has_status(error):
             raise
         first = last_event(error, failed)
-    if first is None:
-        return Response(status_code=499)
     return EventStream(chunks, headers, failed, keep_alive, first)
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`, or None after cancelling it because the client left."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`. Raises HTTPException 499, and cancels it, if the client leaves."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return None
+            raise HTTPException(499, "The client has left")
         return task.result()
     finally:
         watcher.cancel()

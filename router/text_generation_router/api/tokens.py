@@ -71,8 +71,8 @@ class TokenizedToken(BaseModel):
 
 async def encoded(
     text: str, request: Request, services: Services, add_special_tokens: bool
-) -> Encoding | None:
-    """The tokens of the text; None if the client leaves meanwhile."""
+) -> Encoding:
+    """The tokens of the text."""
     return await unless_disconnected(request, services.tokenizer.encode(text, add_special_tokens))
 
 

@@ -10,12 +10,11 @@ from pydantic import ValidationError
 from text_generation_router.api import sse
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from text_generation_router.api.models import Page, anthropic_models
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
-from router.tests.serving import Server, assemble_scripted, shared_server
+from router.tests.serving import Server, shared_server
 
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 TEXT = f"<think>hm</think>Hé!{CALL}"
@@ -376,24 +375,3 @@ def test_thinking_is_told_to_the_template() -> None:
     assert asked.template_kwargs == {"enable_thinking": True}
     body = CountTokensRequest.model_validate({"model": "m", "messages": BODY["messages"]})
     assert conversation_of(body).parameters.max_new_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("page", "names", "has_more"),
-    [
-        ({"limit": 2}, ["a", "org/b"], True),
-        ({"limit": 2, "after_id": "org/b"}, ["c"], False),
-        ({"limit": 1, "before_id": "c"}, ["org/b"], True),
-        ({"before_id": "a"}, [], False),
-        ({"after_id": "nope"}, [], False),
-        ({"before_id": "nope"}, [], False),
-    ],
-)
-def test_pages_of_the_list_of_models(
-    tmp_path: Path, page: dict[str, Any], names: list[str], has_more: bool
-) -> None:
-    services = assemble_scripted(tmp_path, served_model_name=("a", "org/b", "c"))
-    listed = anthropic_models(services, Page(**page))
-    assert [model.id for model in listed.data] == names
-    ends = (names[0], names[-1]) if names else (None, None)
-    assert (listed.has_more, listed.first_id, listed.last_id) == (has_more, *ends)

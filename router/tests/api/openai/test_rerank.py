@@ -76,31 +76,14 @@ async def test_the_best_comes_first(server: Server, path: str) -> None:
     assert [set(one) for one in short["results"]] == [{"index", "relevance_score"}]
 
 
-async def test_texts_are_answered_as_tei_does(server: Server) -> None:
-    answer = await post(server, "/rerank", query=QUERY, texts=DOCUMENTS)
-    wanted = [await expected(server, text) for text in DOCUMENTS[::-1]]
-    assert [one["index"] for one in answer] == [1, 0]
-    assert [one["score"] for one in answer] == pytest.approx(wanted)
-    assert set(answer[0]) == {"index", "score"}
-    raw = await post(
-        server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True, return_text=True
-    )
-    assert [one["text"] for one in raw] == DOCUMENTS[::-1]
-    assert raw[0]["score"] == pytest.approx(await expected(server, DOCUMENTS[1], True))
-
-
 async def test_a_long_text_is_cut_on_request(server: Server) -> None:
-    long = "a" * 1000
-    response = await server.client.post("/rerank", json={"query": QUERY, "texts": [long]})
+    body: dict[str, Any] = {"query": QUERY, "documents": ["a" * 1000]}
+    response = await server.client.post("/rerank", json=body)
     assert response.status_code == 422 and "must have less than 400 tokens" in response.text
-    [cut] = await post(server, "/rerank", query=QUERY, texts=[long], truncate=True)
-    whole = math.exp(-4.0)
-    assert cut["score"] == pytest.approx(whole / (whole + math.exp(-1)))
-    answer = await post(
-        server, "/v1/rerank", query=QUERY, documents=[long], truncate_prompt_tokens=390
-    )
-    assert answer["usage"]["prompt_tokens"] == 390
-    body = {"query": "q" * 300, "texts": ["a"], "truncate": True}
+    for most, kept in ((-1, 400), (390, 390)):
+        answer = await post(server, "/rerank", **body, truncate_prompt_tokens=most)
+        assert answer["usage"]["prompt_tokens"] == kept
+    body |= {"query": "q" * 300, "truncate_prompt_tokens": -1}
     response = await server.client.post("/rerank", json=body)
     assert response.status_code == 422 and "must leave room for a document" in response.text
 
@@ -111,19 +94,13 @@ async def test_a_long_text_is_cut_on_request(server: Server) -> None:
         ("/v1/score", {"text_1": "a"}, "`text_2`: Field required"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 and 1"),
         ("/v1/score", {"text_1": "a", "text_2": []}, "must be 1 to 2048 texts, 0 are given"),
-        ("/v1/rerank", {"query": "a"}, "either `documents` or `texts`"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "texts": ["b"]}, "and not both"),
+        ("/v1/rerank", {"query": "a", "texts": ["b"]}, "`documents`: Field required"),
         ("/v1/rerank", {"query": "a", "documents": []}, "must be 1 to 2048 texts, 0 are given"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "2049 are given"),
         (
             "/v1/rerank",
             {"query": "a", "documents": ["b"], "max_chunks_per_doc": 2},
             "not supported",
-        ),
-        (
-            "/v1/rerank",
-            {"query": "a", "texts": ["b"], "truncation_direction": "Left"},
-            "only `right` is supported",
         ),
     ],
 )

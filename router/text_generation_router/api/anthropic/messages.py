@@ -10,7 +10,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api import sse
-from text_generation_router.api.answers import make_id
+from text_generation_router.api.answers import json_response, make_id
 from text_generation_router.api.anthropic.errors import error_event
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import (
@@ -225,9 +225,7 @@ async def messages(
     if body.stream:
         return await open_stream(request, _encoded(run), headers, _failed, keep_alive=_PING)
     whole = await unless_disconnected(request, _whole(run))
-    if whole is None:
-        return Response(status_code=499)
-    return Response(orjson.dumps(whole), media_type="application/json", headers=headers)
+    return json_response(whole, headers)
 
 
 @router.post(
@@ -242,9 +240,7 @@ async def count_tokens(
     check_model(body.model, services)
     with services.infer.admitted(1):
         num_tokens = await unless_disconnected(request, _count(body, services))
-    if num_tokens is None:
-        return Response(status_code=499)
-    return Response(orjson.dumps({"input_tokens": num_tokens}), media_type="application/json")
+    return json_response({"input_tokens": num_tokens})
 
 
 async def _count(body: CountTokensRequest, services: Services) -> int:

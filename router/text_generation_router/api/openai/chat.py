@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from text_generation_router.api import sse
-from text_generation_router.api.answers import timing_headers
+from text_generation_router.api.answers import json_response, timing_headers
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
@@ -239,8 +239,7 @@ async def chat_completions(
         }
         chunks = _stream(body, conversation, services)
         return await open_stream(request, chunks, headers, stream.failed_event(request.url.path))
-    answer = await unless_disconnected(request, _answer(body, conversation, services))
-    return Response(status_code=499) if answer is None else answer
+    return await unless_disconnected(request, _answer(body, conversation, services))
 
 
 async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
@@ -280,12 +279,8 @@ def _whole(
         answer["prompt_token_ids"] = generations[0].prompt_ids
     if body.prompt_logprobs is not None and (prompt := generations[0].prefill) is not None:
         answer["prompt_logprobs"] = prompt_logprobs(prompt, body.prompt_logprobs)
-    return Response(
-        orjson.dumps(answer),
-        media_type="application/json",
-        headers=warning(body)
-        | timing_headers(endings, prompt_tokens, _characters(conversation), services),
-    )
+    times = timing_headers(endings, prompt_tokens, _characters(conversation), services)
+    return json_response(answer, warning(body) | times)
 
 
 async def _stream(
@@ -355,8 +350,6 @@ async def get_chat_tokenize(
         text = await services.chat.render(body.to_conversation())
         special = bool(body.add_special_tokens)
         encoding = await encoded(text, request, services, add_special_tokens=special)
-    if encoding is None:
-        return Response(status_code=499)
     return token_answer(text, encoding, _pieces(text, encoding), services)
 
 

@@ -5,10 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
-from text_generation_router.api.answers import timing_headers
+from text_generation_router.api.answers import json_response, timing_headers
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
@@ -81,8 +80,6 @@ async def completions(
         for prompt in prompts
     )
     results = await unless_disconnected(request, gather_or_cancel(work))
-    if results is None:
-        return Response(status_code=499)
     if entries.are_many:
         return await asyncio.to_thread(_answer, body, prompts, results, services)
     return _answer(body, prompts, results, services)
@@ -161,12 +158,9 @@ def _answer(
             prompt_tokens, cached_tokens, 0 if body.max_tokens == 0 else completion_tokens
         ),
     }
-    return Response(
-        orjson.dumps(answer),
-        media_type="application/json",
-        headers=warning(body)
-        | timing_headers([one.ending for one in everything], prompt_tokens, characters, services),
-    )
+    endings = [one.ending for one in everything]
+    times = timing_headers(endings, prompt_tokens, characters, services)
+    return json_response(answer, warning(body) | times)
 
 
 def _choice(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from text_generation_router.api.answers import float32_json, timing_headers
 from text_generation_router.api.body import JsonRoute
@@ -35,10 +35,6 @@ router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"
 class EmbeddingRequest(Body):
     """Body of /v1/embeddings. OpenAI does not have the fields from `truncate_prompt_tokens` on,
     which are vLLM's."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"model": "tgi", "input": "The cat sat on the mat"}}
-    )
 
     model: str | None = Field(default=None, description="The served model, or `tgi`.")
     input: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
@@ -146,8 +142,6 @@ async def embeddings(
     services.metrics.request_count.inc()
     asked = [_asked(given, body, services) for given in body.inputs]
     results = await unless_disconnected(request, read_prompts(services.infer, asked))
-    if results is None:
-        return Response(status_code=499)
     form = _Form(body.dimensions, body.normalize is not False, body.encoding_format == "base64")
     return _answer(asked, results, form, services)
 

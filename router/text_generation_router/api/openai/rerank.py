@@ -1,38 +1,123 @@
-"""POST /score and /rerank, with and without /v1 (and /v2/rerank): how well documents answer."""
+"""POST /score and /rerank, with and without /v1 (and /v2/rerank): how well documents answer, in
+the forms of vLLM, Jina and Cohere. Described is only what is this server's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Self
 
-import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from text_generation_router.api.answers import timing_headers
+from text_generation_router.api.answers import json_response, timing_headers
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
-from text_generation_router.api.openai.rerank_schemas import (
-    RankedTextBody,
-    RerankBody,
-    RerankRequest,
-    ScoreListBody,
-    ScoreRequest,
-    ScoringBody,
-)
-from text_generation_router.api.openai.stream import Json, envelope
+from text_generation_router.api.openai.stream import envelope
+from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, unless_disconnected
-from text_generation_router.api.v1_errors import ERRORS
+from text_generation_router.api.v1_errors import STATUSES
 from text_generation_router.errors import GenerationError
-from text_generation_router.prompts import PromptResult, read_prompts
+from text_generation_router.fields import Body, CacheSalt, Items, Refused
+from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
 router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Scoring"])
-_SCORE: Any = {"summary": "Score pairs", "response_model": ScoreListBody}
-_RERANK: Any = {"summary": "Rank documents", "response_model": RerankBody | list[RankedTextBody]}
+_SCORE: Any = {"summary": "Score pairs"}
+_RERANK: Any = {"summary": "Rank documents"}
+
+
+class DocumentBody(Body):
+    """A document as an object."""
+
+    text: str
+
+
+Document = str | DocumentBody
+
+
+def text_of(document: Document) -> str:
+    """The document's text."""
+    return document if isinstance(document, str) else document.text
+
+
+def _check_number(given: Any) -> Any:
+    if isinstance(given, list) and not 0 < len(given) <= MOST_PROMPTS:
+        raise ValueError(f"must be 1 to {MOST_PROMPTS} texts, {len(given)} are given")
+    return given
+
+
+class ScoringBody(Body):
+    """What both bodies have in common. Without `use_activation` scores are raw: the logit of yes
+    less that of no."""
+
+    model: str | None = Field(default=None, description="The served model, or `tgi`.")
+    instruction: str | None = Field(
+        default=None,
+        description="What makes a document a good one. Default: that it answers a web search "
+        "query.",
+    )
+    truncate_prompt_tokens: TruncateTokens | None = Field(
+        default=None,
+        description="Cut the end of a document off where its prompt has more tokens; -1: than can "
+        "be.",
+    )
+    cache_salt: CacheSalt | None = None
+    use_activation: bool | None = Field(
+        default=None, validation_alias=AliasChoices("use_activation", "activation", "softmax")
+    )
+
+
+class ScoreRequest(ScoringBody):
+    """Body of /score: pairs of texts; one text is paired with each of several."""
+
+    text_1: str | Items[str] = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="The query, or one for each document. Also called `queries` and `data_1`.",
+    )
+    text_2: Document | Items[Document] = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="The documents. Also called `documents`, `items` and `data_2`.",
+    )
+
+    _number = field_validator("text_1", "text_2")(_check_number)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Query and document of each score."""
+        queries = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        given = self.text_2 if isinstance(self.text_2, list) else [self.text_2]
+        if len(queries) == 1:
+            queries = queries * len(given)
+        return list(zip(queries, map(text_of, given), strict=True))
+
+    @model_validator(mode="after")
+    def _are_pairs(self) -> Self:
+        first = len(self.text_1) if isinstance(self.text_1, list) else 1
+        second = len(self.text_2) if isinstance(self.text_2, list) else 1
+        if first not in (1, second):
+            raise ValueError(
+                "`text_1` must be one text, or as many as `text_2` has. Given: "
+                f"{first} and {second}"
+            )
+        return self
+
+
+class RerankRequest(ScoringBody):
+    """Body of /rerank."""
+
+    query: str
+    documents: Items[Document]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    rank_fields: Refused = None
+    max_chunks_per_doc: Refused = None
+    max_tokens_per_doc: Refused = None
+
+    _number = field_validator("documents")(_check_number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +129,7 @@ class _Scored:
     headers: dict[str, str]
 
 
-@router.post("/v1/score", name="score_v1", responses=ERRORS, **_SCORE)
+@router.post("/v1/score", name="score_v1", responses=STATUSES, **_SCORE)
 @router.post("/score", name="score", responses=TGI_ERRORS, **_SCORE)
 async def score_pairs(
     body: ScoreRequest, request: Request, services: ServicesDependency
@@ -53,37 +138,35 @@ async def score_pairs(
     reranker = _reranker(body, services)
     is_raw = body.use_activation is False
     found = await _scored(reranker, body, body.pairs, is_raw, request, services)
-    if found is None:
-        return Response(status_code=499)
     data = [
         {"index": index, "object": "score", "score": value}
         for index, value in enumerate(found.scores)
     ]
     head = envelope("score", "list", services)
-    return _json(head | {"data": data, "usage": found.usage}, found)
+    return json_response(head | {"data": data, "usage": found.usage}, found.headers)
 
 
-@router.post("/v1/rerank", name="rerank_v1", responses=ERRORS, **_RERANK)
+@router.post("/v1/rerank", name="rerank_v1", responses=STATUSES, **_RERANK)
 @router.post("/v2/rerank", name="rerank_v2", responses=TGI_ERRORS, **_RERANK)
 @router.post("/rerank", name="rerank", responses=TGI_ERRORS, **_RERANK)
 async def rerank(body: RerankRequest, request: Request, services: ServicesDependency) -> Response:
-    """The documents, those that answer the query best first; in TEI's form where they are called
-    `texts`."""
+    """The documents, those that answer the query best first."""
     reranker = _reranker(body, services)
-    texts = body.given
+    texts = [text_of(document) for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    is_raw = body.use_activation is False or body.raw_scores is True
+    is_raw = body.use_activation is False
     found = await _scored(reranker, body, pairs, is_raw, request, services)
-    if found is None:
-        return Response(status_code=499)
     order = sorted(range(len(pairs)), key=lambda place: -found.scores[place])
     places = order[: body.top_n or len(order)]
-    if body.texts is not None:
-        return _json([_ranked_text(body, place, texts, found) for place in places], found)
-    results = [_ranked(body, place, texts, found) for place in places]
+    results = [
+        {"index": place}
+        | ({} if body.return_documents is False else {"document": {"text": texts[place]}})
+        | {"relevance_score": found.scores[place]}
+        for place in places
+    ]
     head = envelope("rerank", "list", services)
     answer = {"id": head["id"], "model": head["model"], "usage": found.usage, "results": results}
-    return _json(answer, found)
+    return json_response(answer, found.headers)
 
 
 def _reranker(body: ScoringBody, services: Services) -> Reranker:
@@ -100,14 +183,12 @@ async def _scored(
     is_raw: bool,
     request: Request,
     services: Services,
-) -> _Scored | None:
-    """A score for each pair of query and document; None if the client has left."""
+) -> _Scored:
+    """A score for each pair of query and document."""
     services.metrics.request_count.inc()
     most = _most_tokens(body, services)
     asked = [partial(_asked, reranker, body, *pair, most, services) for pair in pairs]
     results = await unless_disconnected(request, read_prompts(services.infer, asked))
-    if results is None:
-        return None
     num_tokens = sum(result.prompt_tokens for result in results)
     characters = sum(len(query) + len(document) for query, document in pairs)
     return _Scored(
@@ -121,7 +202,7 @@ def _most_tokens(body: ScoringBody, services: Services) -> int | None:
     """Of a prompt whose document is cut; None: none is cut."""
     longest, most = services.limits.max_input_tokens, body.truncate_prompt_tokens
     if most is None:
-        return longest if isinstance(body, RerankRequest) and body.truncate else None
+        return None
     return longest if most == -1 else min(most, longest)
 
 
@@ -154,17 +235,3 @@ def _score(result: PromptResult, is_raw: bool) -> float:
     if not result.prefill.scores:
         raise GenerationError("the shards have given no scores")
     return score(result.prefill.scores, is_raw)
-
-
-def _ranked(body: RerankRequest, place: int, texts: Sequence[str], found: _Scored) -> Json:
-    document = {} if body.return_documents is False else {"document": {"text": texts[place]}}
-    return {"index": place, **document, "relevance_score": found.scores[place]}
-
-
-def _ranked_text(body: RerankRequest, place: int, texts: Sequence[str], found: _Scored) -> Json:
-    text = {"text": texts[place]} if body.return_text else {}
-    return {"index": place, "score": found.scores[place], **text}
-
-
-def _json(content: object, found: _Scored) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json", headers=found.headers)

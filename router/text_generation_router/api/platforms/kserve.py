@@ -4,15 +4,15 @@ TGI has its own form of it, in which the tensors of a request and of its answer 
 UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is the protocol's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-import orjson
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.convertors import StringConvertor, register_url_convertor
 
 from text_generation_router.api import errors as tgi_errors
+from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
@@ -89,7 +89,7 @@ class LengthMismatchError(RouterError):
 @get(router, "/v2/health/live", summary="Liveness")
 async def kserve_live() -> Response:
     """The process answers, whatever its shards do."""
-    return _json({"live": True})
+    return json_response({"live": True})
 
 
 @get(
@@ -101,7 +101,7 @@ async def kserve_live() -> Response:
 async def kserve_ready(services: ServicesDependency) -> Response:
     """Every shard takes work and the scheduler runs."""
     await check_health(services)
-    return _json({"live": True})
+    return json_response({"live": True})
 
 
 @get(
@@ -126,7 +126,7 @@ async def kserve_model_ready(
 async def kserve_metadata() -> Response:
     """What the server is."""
     extensions = ["health", "models", "metrics"]
-    return _json({"name": _SERVER, "version": VERSION, "extensions": extensions})
+    return json_response({"name": _SERVER, "version": VERSION, "extensions": extensions})
 
 
 @get(
@@ -138,7 +138,7 @@ async def kserve_metadata() -> Response:
 async def kserve_model_metadata(model_name: str, model_version: str) -> Response:
     """The name and the version from the path, since the server has one model."""
     extensions = ["infer", "ready"]
-    return _json({"name": model_name, "version": model_version, "extensions": extensions})
+    return json_response({"name": model_name, "version": model_version, "extensions": extensions})
 
 
 @get(
@@ -166,7 +166,7 @@ async def kserve_any_version_metadata(model_name: str, services: ServicesDepende
     """The tensors that the model takes and gives; inputs and outputs may have other names."""
     check_model(model_name, services)
     texts = {"datatype": "BYTES", "shape": [-1]}
-    return _json(
+    return json_response(
         {
             "name": model_name,
             "versions": [_ONLY_VERSION],
@@ -194,13 +194,11 @@ async def kserve_infer(
     if len(body.inputs) != len(outputs):
         raise LengthMismatchError("Inputs and outputs length mismatch")
     texts = await _generate_all(body, _texts(body.inputs), request, services)
-    if texts is None:
-        return Response(status_code=499)
     made: list[dict[str, Any]] = [
         {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
         for output, text in zip(outputs, map(str.encode, texts), strict=True)
     ]
-    return _json({"id": body.id, "outputs": made}, warning(body))
+    return json_response({"id": body.id, "outputs": made}, warning(body))
 
 
 @body_router.post(
@@ -238,8 +236,6 @@ async def _infer(
     names = _output_names(body)
     sizes = [_num_texts(tensor) for tensor in body.inputs]
     texts = await _generate_all(body, _texts(body.inputs), request, services)
-    if texts is None:
-        return Response(status_code=499)
     answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
     if body.id is not None:
         answer["id"] = body.id
@@ -320,8 +316,8 @@ def _texts(tensors: Sequence[InputTensor]) -> list[str]:
 
 async def _generate_all(
     body: InferenceRequest, prompts: Sequence[str], request: Request, services: Services
-) -> list[str] | None:
-    """A text for each prompt; None if the client has left. Raises RouterError."""
+) -> list[str]:
+    """A text for each prompt. Raises RouterError."""
     if body.parameters.details or body.parameters.decoder_input_details:
         raise ValidationError("`details` has no place in this answer; use /generate for it")
     services.infer.check_could_fit(len(prompts))
@@ -340,10 +336,6 @@ async def _generate(request: GenerateRequest, services: Services) -> str:
     text = generate_answer(best, others, asked)["generated_text"]
     assert isinstance(text, str)
     return text
-
-
-def _json(content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json", headers=headers)
 
 
 def respond(request: Request, error: Exception) -> Response:

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
+from text_generation_router.api.answers import json_response
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
@@ -42,31 +42,21 @@ class VertexRequest(Body):
     )
 
 
-class VertexResponse(BaseModel):
-    """One prediction an instance, in order: its text, or /generate's answer with `details`."""
-
-    predictions: list[str | dict[str, Any]] = Field(
-        description="One for each instance, in the same order."
-    )
-
-
 @router.post(
     "/vertex",
     summary="Generate tokens from Vertex request",
-    response_model=VertexResponse,
     responses=ERRORS,
 )
 async def vertex_compatibility(
     body: VertexRequest, request: Request, services: ServicesDependency
 ) -> Response:
-    """Generates for all instances at once; one failure fails all."""
+    """Generates for all instances at once; one failure fails all. One prediction an instance, in
+    order: its text, or /generate's answer with `details`."""
     services.metrics.request_count.inc(len(body.instances))
     services.infer.check_could_fit(len(body.instances))
     work = gather_or_cancel([_prediction(instance, services) for instance in body.instances])
     predictions = await unless_disconnected(request, work)
-    if predictions is None:
-        return Response(status_code=499)
-    return Response(orjson.dumps({"predictions": predictions}), media_type="application/json")
+    return json_response({"predictions": predictions})
 
 
 def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:

@@ -5,10 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
-from text_generation_router.api.answers import make_id
+from text_generation_router.api.answers import json_response, make_id
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.keys import NEEDS_KEY
@@ -16,11 +15,11 @@ from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, token
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.input import conversation_of, left_out
 from text_generation_router.api.responses.output import Json, OutputWriter
-from text_generation_router.api.responses.schemas import ResponseBody, ResponsesRequest
+from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
-from text_generation_router.api.v1_errors import ERRORS, describe
+from text_generation_router.api.v1_errors import STATUSES, describe
 from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.errors import ContextLengthError
@@ -171,8 +170,7 @@ router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"
 @router.post(
     PATH,
     summary="Create a response",
-    response_model=ResponseBody,
-    responses=_EVENTS | ERRORS,
+    responses=_EVENTS | STATUSES,
 )
 async def responses(
     body: ResponsesRequest, request: Request, services: ServicesDependency
@@ -188,9 +186,7 @@ async def responses(
             request, writer.chunks(), headers, writer.failed, has_status=_has_status
         )
     whole = await unless_disconnected(request, _whole(run))
-    if whole is None:
-        return Response(status_code=499)
-    return Response(orjson.dumps(whole), media_type="application/json", headers=headers)
+    return json_response(whole, headers)
 
 
 def _has_status(error: Exception) -> bool:

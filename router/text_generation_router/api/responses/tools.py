@@ -20,36 +20,31 @@ OtherType = Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$", description="Any 
 
 
 class FunctionTool(Body):
-    """A function that the model may call."""
+    """A function that the model may call. `strict`: refuse the request if a part of the schema can
+    not be enforced."""
 
     type: Literal["function"]
-    name: ToolName = Field(description="The name of the function.")
-    description: str | None = Field(
-        default=None, description="What the function does, for the model."
-    )
-    parameters: dict[str, Any] | None = Field(
-        default=None, description="JSON schema of the arguments. Default: no arguments."
-    )
-    strict: bool | None = Field(
-        default=None, description="Refuse the request if a part of the schema can not be enforced."
-    )
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class CustomFormat(Body):
     """How the input of a custom tool is written: the model is told, but not held to it."""
 
-    type: str = Field(default="text", description="`text` or `grammar`.")
-    syntax: str | None = Field(default=None, description="`lark` or `regex`.")
-    definition: str | None = Field(default=None, description="The grammar.")
+    type: str = "text"
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class CustomTool(Body):
     """A tool whose input is a text. The model sees a function with the argument `input`."""
 
     type: Literal["custom"]
-    name: ToolName = Field(description="The name of the tool.")
-    description: str | None = Field(default=None, description="What the tool does, for the model.")
-    format: CustomFormat | None = Field(default=None, description="How the input is written.")
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
 
 
 class OtherTool(Body):
@@ -78,10 +73,8 @@ class NamespaceTool(Body):
     """Tools with a common name. The model sees each as `NAMESPACE__NAME`."""
 
     type: Literal["namespace"]
-    name: str = Field(min_length=1, description="The name of the namespace.")
-    description: str | None = Field(
-        default=None, description="For the model, in front of the first tool's description."
-    )
+    name: str = Field(min_length=1)
+    description: str | None = None
     tools: Items[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
@@ -89,7 +82,7 @@ class NamespaceTool(Body):
             | Annotated[OtherTool, Tag("other")],
             by_type(function="function", custom="custom"),
         ]
-    ] = Field(description="Functions and custom tools.")
+    ]
 
 
 Tool = Annotated[
@@ -104,16 +97,16 @@ Tool = Annotated[
 class NamedTool(Body):
     """A tool that has to be called, or may be."""
 
-    type: Literal["function", "custom"] = Field(description="The type of the tool.")
-    name: str = Field(description="The name of the tool.")
-    namespace: str | None = Field(default=None, description="The namespace that has it.")
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
 
 
 class AllowedTools(Body):
     """The only tools that may be called, and whether one has to be."""
 
     type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = Field(description="required: one has to be called.")
+    mode: Literal["auto", "required"]
     tools: Annotated[
         Items[
             Annotated[
@@ -122,7 +115,7 @@ class AllowedTools(Body):
             ]
         ],
         Field(min_length=1),
-    ] = Field(description="The tools that may be called.")
+    ]
 
 
 ToolChoice = Annotated[

@@ -6,7 +6,12 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from text_generation_router.api.answers import float32, float32_json, timing_headers
+from text_generation_router.api.answers import (
+    float32,
+    float32_json,
+    json_response,
+    timing_headers,
+)
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
 from text_generation_router.api.keys import NEEDS_KEY
@@ -111,8 +116,6 @@ async def tokenize(
     """The tokens of the inputs with their byte offsets."""
     with services.infer.admitted(1):
         encoding = await encoded(body.inputs, request, services, add_special_tokens=True)
-    if encoding is None:
-        return Response(status_code=499)
     return token_answer(body.inputs, encoding, render_tokens(body.inputs, encoding), services)
 
 
@@ -121,15 +124,10 @@ async def _generate(
 ) -> Response:
     """The whole answer; a client that leaves meanwhile ends the generation."""
     outcome = await unless_disconnected(request, services.infer.generate_best_of(asked))
-    if outcome is None:
-        return Response(status_code=499)
     best, others = outcome
     answer = generate_answer(best, others, asked)
-    return Response(
-        orjson.dumps([answer] if in_list else answer),
-        media_type="application/json",
-        headers=timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services),
-    )
+    headers = timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services)
+    return json_response([answer] if in_list else answer, headers)
 
 
 def generate_answer(
