@@ -1,7 +1,7 @@
 """The fields that vLLM adds to OpenAI's bodies, which its clients and load generators send.
 
 Each is honoured as vLLM does, or refused in a sentence; the `warning` header names fields
-without effect. Those that are honoured come first.
+without effect. Those that are honoured come first. Described is only what is this server's own.
 """
 
 import json
@@ -17,11 +17,11 @@ from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, schema_g
 from text_generation_router.fields import (
     NOT_SUPPORTED,
     Body,
+    Fraction,
     Items,
     Refused,
     Uint32,
     refuses,
-    to_float32,
 )
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
@@ -83,13 +83,11 @@ TruncateTokens = Annotated[int, Field(ge=-1, lt=2**32), AfterValidator(_not_to_n
 class StructuredOutputsBody(Body):
     """What the answer has to look like: exactly one of the first five."""
 
-    json_: JsonSchema | str | None = Field(
-        default=None, alias="json", description="A JSON schema, or a text that holds one."
-    )
-    regex: str | None = Field(default=None, description="The whole text matches it.")
-    choice: Choices | None = Field(default=None, description="The text is one of these.")
-    grammar: str | None = Field(default=None, description="A grammar in Lark or GBNF.")
-    json_object: bool | None = Field(default=None, description="true: any JSON object.")
+    json_: JsonSchema | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
     structural_tag: Annotated[
         Any, refuses(sentence="not supported; use `grammar`, or `tools` for calls"), NOT_SUPPORTED
     ] = None
@@ -122,25 +120,12 @@ class StructuredOutputsBody(Body):
 class VllmBody(Body):
     """vLLM's fields of both bodies."""
 
-    min_p: Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)] | None = Field(
-        default=None,
-        description="Draw only tokens at least so likely as the best one times this. 0: all.",
-    )
-    min_tokens: Uint32 | None = Field(
-        default=None, description="The text has at least this many tokens. Default: 0."
-    )
-    ignore_eos: bool | None = Field(
-        default=None, description="Go on after an end token, up to `max_tokens`."
-    )
-    stop_token_ids: Items[Uint32] | None = Field(
-        default=None, description="Tokens that end the text, beside the model's own."
-    )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description="The text ends after what stopped it, not before."
-    )
-    skip_special_tokens: bool | None = Field(
-        default=None, description="false: the text shows special tokens. Default: true."
-    )
+    min_p: Fraction | None = None
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Items[Uint32] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(
         default=None,
         description="Put the tokenizer's special tokens before the prompt. Default: true for "
@@ -160,28 +145,18 @@ class VllmBody(Body):
         description="Return log-probabilities of the prompt, and at each position this number of "
         "best tokens. Not streamed.",
     )
-    return_token_ids: bool | None = Field(
-        default=None, description="Return the ids of the prompt and of the text."
-    )
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="Write tokens in `logprobs` as `token_id:7`."
-    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=_MAX_REQUEST_ID)] | None = Field(
         default=None, description="Part of the `id` of the answer. Default: random."
     )
-    guided_json: JsonSchema | str | None = Field(
-        default=None, description="The text is JSON of this schema."
-    )
-    guided_regex: str | None = Field(
-        default=None, description="The whole text matches this expression."
-    )
-    guided_choice: Choices | None = Field(default=None, description="The text is one of these.")
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = Field(
         default=None, description="The text follows this grammar, in Lark or GBNF."
     )
-    structured_outputs: StructuredOutputsBody | None = Field(
-        default=None, description="The newer form of the `guided` fields."
-    )
+    structured_outputs: StructuredOutputsBody | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         default=None,
         description="Requests of a lower number have their turn first, as at vLLM; the header "
@@ -270,20 +245,10 @@ class VllmBody(Body):
 class VllmChatBody(VllmBody):
     """Those and what vLLM adds to chats."""
 
-    add_generation_prompt: bool | None = Field(
-        default=None, description="Ask the template for the beginning of an answer. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="The answer goes on with the last message. Default: true if that is the "
-        "assistant's.",
-    )
-    documents: Items[dict[str, Any]] | None = Field(
-        default=None, description="The variable `documents` of the chat template."
-    )
-    include_reasoning: bool | None = Field(
-        default=None, description="false: leave out the reasoning. Default: true."
-    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Items[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
     media_io_kwargs: Annotated[Any, Hint({}), IGNORED] = None
     mm_processor_kwargs: Annotated[Any, Hint({}), IGNORED] = None
     echo: Annotated[
