@@ -20,29 +20,18 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
+# Beside those of integration_tests/test_bad_input.py.
 BAD_BODIES = [
-    (JSON, b"", 400, "the body is empty"),
-    (JSON, b'{"inputs": "x"', 400, "unexpected end of data"),
-    (JSON, b'{"inputs": "\xff"}', 400, "it is not valid UTF-8; send it as UTF-8"),
     (JSON, '{"inputs": "n"}'.encode("utf-16"), 400, "it is not valid UTF-8; send it as UTF-8"),
-    (JSON, b'{"inputs": "\\ud800"}', 400, "surrogate"),
-    (JSON, b'{"inputs": NaN}', 400, "unexpected"),
     (JSON, b'{"inputs": "x", "parameters": {"top_p": Infinity}}', 400, "unexpected"),
-    (JSON, b"[" * 5000, 400, "depth"),
     (JSON, b'{"inputs": ' + b"[" * 250 + b"]" * 250 + b"}", 400, "nested deeper"),
     (JSON, b'{"inputs": ' + b"[" * 239 + b"]" * 239 + b"}", 422, "`inputs`"),
     (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e400}}', 422, "number out of range"),
-    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e39}}', 422, "32-bit float"),
     (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e-320}}', 422, "strictly positive"),
-    (JSON, b'{"inputs": "x", "parameters": {"seed": -1}}', 422, "`parameters.seed`"),
     (JSON, b'{"inputs": "x", "parameters": {"seed": 1e9}}', 422, "`parameters.seed`"),
     (JSON, b'{"inputs": "x", "parameters": {"stop": ["a", 1]}}', 422, "`parameters.stop.1`"),
-    (JSON, b'{"inputs": "x", "parameters": null}', 422, "`parameters`"),
     (JSON, b'{"inputs": 7}', 422, "`inputs`: Input should be a valid string. Given: 7"),
     (JSON, b'{"input": "x"}', 422, "`inputs`: Field required"),
-    (JSON, b"null", 422, "`body`"),
-    (JSON, b"[]", 422, "`body`"),
-    (JSON, b'"x"', 422, "`body`"),
     ({}, b'{"inputs": "x"}', 415, "Expected request with `Content-Type: application/json`"),
     ({"content-type": "text/plain"}, b'{"inputs": "x"}', 415, "Content-Type"),
     ({"content-type": "application/jsonx"}, b'{"inputs": "x"}', 415, "Content-Type"),
@@ -81,16 +70,6 @@ async def test_a_byte_order_mark_is_no_part_of_the_text(server: Server) -> None:
         content = json.dumps({field: "n", "max_tokens": 1}).encode("utf-8-sig")
         response = await server.client.post(path, content=content, headers=JSON)
         assert response.status_code == 200, response.text
-
-
-async def test_hundred_stop_sequences(server: Server) -> None:
-    request = {"inputs": "n", "parameters": {"stop": [f"s{i}" for i in range(100)]}}
-    response = await server.client.post("/generate", json=request)
-    assert response.status_code == 422
-    assert response.json() == {
-        "error": "Input validation error: `stop` supports up to 4 stop sequences. Given: 100",
-        "error_type": "validation",
-    }
 
 
 async def test_large_bodies(server: Server) -> None:

@@ -4,8 +4,6 @@ whose numbers clients read."""
 import re
 from typing import Any
 
-import pytest
-
 from router.tests.chats import named_events, serve_chat
 from router.tests.serving import Server, shared_server
 
@@ -42,39 +40,6 @@ async def refusal(server: Server, path: str, num_tokens: int, asked: int, **fiel
     return response.json()["error"]
 
 
-OPENAI = {
-    "/v1/chat/completions": "messages",
-    "/v1/completions": "prompt",
-    "/v1/responses": "input",
-}
-
-
-@pytest.mark.parametrize(("path", "param"), OPENAI.items())
-async def test_openai(server: Server, path: str, param: str) -> None:
-    error = await refusal(server, path, SHORT, MOST_TOTAL)
-    assert error == {
-        "message": "This model's maximum context length is 600 tokens. However, you requested 700 "
-        "tokens (100 in the messages, 600 in the completion). Please reduce the length of the "
-        "messages or completion.",
-        "type": "invalid_request_error",
-        "param": param,
-        "code": "context_length_exceeded",
-    }
-    error = await refusal(server, path, LONG, 1)
-    assert error["message"] == (
-        f"This model's maximum context length is 500 tokens. However, your {param} resulted in 501 "
-        f"tokens. Please reduce the length of the {param}."
-    )
-    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
-async def test_a_stream_is_refused_with_the_same_status(server: Server, path: str) -> None:
-    for num_tokens, asked in ((SHORT, MOST_TOTAL), (LONG, 1), (LONG, MOST_TOTAL)):
-        whole = await refusal(server, path, num_tokens, asked)
-        assert await refusal(server, path, num_tokens, asked, stream=True) == whole
-
-
 async def test_a_response_that_is_streamed_fails_in_an_event(server: Server) -> None:
     for num_tokens, asked in ((SHORT, MOST_TOTAL), (LONG, 1)):
         sentence = (await refusal(server, "/v1/responses", num_tokens, asked))["message"]
@@ -88,24 +53,6 @@ async def test_a_response_that_is_streamed_fails_in_an_event(server: Server) -> 
         last = events[-1]["response"]
         assert last["error"] == {"code": "context_length_exceeded", "message": sentence}
         assert last["status"] == "failed"
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "asked", "sentence"),
-    [
-        (
-            SHORT,
-            MOST_TOTAL,
-            "input length and `max_tokens` exceed context limit: 100 + 600 > 600, decrease input "
-            "length or `max_tokens` and try again",
-        ),
-        (LONG, 1, "prompt is too long: 501 tokens > 500 maximum"),
-        (LONG, MOST_TOTAL, "prompt is too long: 501 tokens > 500 maximum"),
-    ],
-)
-async def test_anthropic(server: Server, num_tokens: int, asked: int, sentence: str) -> None:
-    error = await refusal(server, "/v1/messages", num_tokens, asked)
-    assert error == {"type": "invalid_request_error", "message": sentence}
 
 
 async def test_numbers_in_the_refusal_lead_to_a_request_that_fits(server: Server) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import orjson
 import pytest
-from huggingface_hub import AsyncInferenceClient
 from starlette.types import Message
 from text_generation_router.api import sse
 from text_generation_router.api.sse import EventStream, event
@@ -123,17 +122,6 @@ async def test_no_dialect_ends_a_line_inside_an_event(
     assert "\\u2029" in "".join(lines)
     for line in lines:
         assert not line or line.startswith((":", "event: ", "data: {", "data: [DONE]")), line
-
-
-async def test_huggingface_hub_reads_all_of_the_text(tmp_path: Path) -> None:
-    text = f"a{TEXT}z"
-    length = len(text.encode())
-    async with (
-        serve(tmp_path, text) as server,
-        AsyncInferenceClient(f"http://127.0.0.1:{server.port}") as client,
-    ):
-        pieces = await client.text_generation("n", max_new_tokens=length, stream=True)
-        assert "".join([piece async for piece in pieces]) == text
 
 
 async def test_each_chunk_is_one_write() -> None:

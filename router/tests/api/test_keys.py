@@ -154,14 +154,6 @@ async def test_salts_share_no_cached_prefix(
         assert "cache_salt" in response.text
 
 
-async def test_a_salt_can_not_name_another_key(tmp_path: Path) -> None:
-    async with serve(tmp_path, api_key=("a", "b")) as server:
-        hits = []
-        for key, salt in (("a", "x"), ("b", "x"), ("a", "x" * 256)):
-            hits.append(await cached_tokens(server, "/generate", salted(GENERATE, salt), key))
-        assert hits == [0, 0, 0]
-
-
 @pytest.mark.parametrize("api_key", [(), ("a",)])
 async def test_with_one_key_or_none_all_share(tmp_path: Path, api_key: tuple[str, ...]) -> None:
     async with serve(tmp_path, api_key=api_key) as server:
@@ -210,28 +202,12 @@ async def test_odd_headers(server: Server, caplog: pytest.LogCaptureFixture) -> 
     assert not [record for record in caplog.records if "router" in record.name]
 
 
-DOCS = ("/docs", "/docs/", "/docs/oauth2-redirect", "/api-doc/openapi.json")
-DOCS += ("/static-offline-docs/swagger-ui.css",)
-
-
-@pytest.mark.parametrize(
-    ("options", "status"),
-    [({}, 200), ({"api_key": ("a",), "public_docs": True}, 200), ({"api_key": ("a",)}, 401)],
-)
-async def test_docs_are_behind_the_key(
-    tmp_path: Path, options: dict[str, Any], status: int
-) -> None:
-    async with serve(tmp_path, **options) as server:
-        for path in DOCS:
-            response = await server.client.get(path, follow_redirects=True)
-            assert response.status_code == status
-            response = await server.client.head(path)
-            assert (response.status_code == 401) == (status == 401)
-            response = await server.client.get(path, headers=bearer("a"), follow_redirects=True)
-            assert response.status_code == 200
-        for path in ("/", "/health", "/ping", "/metrics"):
-            assert (await server.client.get(path)).status_code == 200
-        assert (await server.client.get("/nope")).status_code == 404
+@pytest.mark.parametrize(("is_public", "status"), [(True, 200), (False, 401)])
+async def test_docs_are_behind_the_key(tmp_path: Path, is_public: bool, status: int) -> None:
+    async with serve(tmp_path, api_key=("a",), public_docs=is_public) as server:
+        for path in ("/docs", "/api-doc/openapi.json", "/static-offline-docs/swagger-ui.css"):
+            assert (await server.client.get(path)).status_code == status
+            assert (await server.client.get(path, headers=bearer("a"))).status_code == 200
 
 
 async def hold(server: Server, key: str) -> "asyncio.Task[Any]":
@@ -294,16 +270,6 @@ async def test_more_sequences_than_a_key_may_have(tmp_path: Path) -> None:
         assert server.services.metrics.request_key_limit.value(reason="requests") == 0
 
 
-async def test_openai_names_the_limit(tmp_path: Path) -> None:
-    async with serve(tmp_path, api_key=("a", "b"), max_concurrent_requests_per_key=1) as server:
-        held = await hold(server, "a")
-        response = await server.client.post("/v1/completions", json=COMPLETION, headers=bearer("a"))
-        assert response.status_code == 429
-        error = response.json()["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        held.cancel()
-
-
 async def test_tokens_of_a_minute(tmp_path: Path) -> None:
     """Those of the prompt and those that are generated, whole or streamed."""
     async with serve(tmp_path, api_key=("a", "b"), max_tokens_per_minute_per_key=100) as server:
@@ -332,15 +298,3 @@ async def test_tokens_that_nobody_reads_count(tmp_path: Path) -> None:
         await server.settle()
         response = await server.client.post("/generate", json=body, headers=bearer("a"))
         assert response.status_code == 429
-
-
-async def test_a_key_that_is_taken_out_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("a\nb\n")
-    async with serve(tmp_path, api_key_file=str(file)) as server:
-        assert (await server.client.get("/info", headers=bearer("a"))).status_code == 200
-        file.write_text("b\n")
-        async with asyncio.timeout(1.0):
-            while (await server.client.get("/info", headers=bearer("a"))).status_code != 401:
-                await asyncio.sleep(0.01)
-        assert (await server.client.get("/info", headers=bearer("b"))).status_code == 200

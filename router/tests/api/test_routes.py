@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,52 +22,12 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
-async def test_generate(server: Server) -> None:
-    request = {"inputs": "né", "parameters": {"max_new_tokens": 3}}
-    response = await server.client.post("/generate", json=request)
-    assert response.status_code == 200
-    assert response.text == '{"generated_text":"hé"}'
-    headers = response.headers
-    assert headers["content-type"] == "application/json"
-    assert headers["x-compute-type"] == "1-cpu"
-    assert headers["x-compute-characters"] == "2"
-    assert headers["x-prompt-tokens"] == "4"
-    assert headers["x-generated-tokens"] == "3"
-    assert re.fullmatch(r"\d+\.\d+", headers["x-compute-time"])
-    for name in ("total-time", "validation-time", "queue-time", "inference-time"):
-        assert headers[f"x-{name}"].isdecimal()
-    assert headers["x-time-per-token"].isdecimal()
-
-
-async def test_best_of(server: Server) -> None:
-    parameters = {"max_new_tokens": 1, "best_of": 2, "do_sample": True, "details": True}
-    parameters |= {"return_full_text": True}
-    response = await server.client.post("/generate", json={"inputs": "n", "parameters": parameters})
-    details = response.json()["details"]
-    assert response.json()["generated_text"] == "nh"
-    assert list(details)[-1] == "best_of_sequences"
-    (loser,) = details["best_of_sequences"]
-    assert loser["generated_text"] == "nh"
-    assert list(loser) == ["generated_text", *list(details)[:-1]]
-    assert loser["seed"] != details["seed"]
-    assert server.services.metrics.request_count.value() == 1
-    assert server.services.metrics.request_success.value() == 2
-
-
 async def test_best_of_needs_a_permit_each(tmp_path: Path) -> None:
     async with serve(tmp_path, max_concurrent_requests=1) as server:
         request = {"inputs": "n", "parameters": {"best_of": 2, "do_sample": True}}
         response = await server.client.post("/generate", json=request)
         assert response.status_code == 429
         assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
-
-
-@pytest.mark.parametrize("traceparent", ["", "junk", "00-0-0-0", "ff-1-2-3", "00-" + "a" * 9000])
-async def test_traceparent_changes_nothing(server: Server, traceparent: str) -> None:
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
-    headers = {"traceparent": traceparent}
-    response = await server.client.post("/generate", json=request, headers=headers)
-    assert response.text == '{"generated_text":"h"}'
 
 
 @pytest.mark.parametrize(
@@ -117,39 +76,6 @@ async def test_health(server: Server, path: str, monkeypatch: pytest.MonkeyPatch
     assert (await server.client.get(path)).status_code == 200
 
 
-async def test_metrics(server: Server) -> None:
-    await server.client.post("/generate", json={"inputs": "n", "parameters": {"max_new_tokens": 2}})
-    await server.client.post("/generate", json={"inputs": ""})
-    response = await server.client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    lines = response.text.splitlines()
-    for line in (
-        "tgi_request_count 2",
-        "tgi_request_success 1",
-        'tgi_request_failure{err="validation"} 1',
-        "tgi_request_duration_count 1",
-        "tgi_request_validation_duration_count 1",
-        "tgi_request_queue_duration_count 1",
-        "tgi_request_inference_duration_count 1",
-        "tgi_request_mean_time_per_token_duration_count 1",
-        "tgi_request_generated_tokens_sum 2",
-        "tgi_request_input_length_sum 2",
-        "tgi_request_max_new_tokens_sum 2",
-    ):
-        assert line in lines or line + ".0" in lines, line
-
-
-async def test_docs_need_no_network(server: Server) -> None:
-    for path in ("/docs", "/docs/"):
-        page = await server.client.get(path, follow_redirects=True)
-        assert "https://" not in page.text
-        for asset in re.findall(r'(?:src|href)="([^"]+)"', page.text):
-            assert (await server.client.get(asset)).status_code == 200
-    schema = (await server.client.get("/api-doc/openapi.json")).json()
-    assert schema["info"]["title"] == "Text Generation Inference"
-    assert schema["info"]["license"]["name"] == "Apache 2.0"
-
-
 OPEN_PATHS = {"/health", "/metrics", "/v2/health/live", "/v2/health/ready"}
 OPEN_PATHS |= {"/v2/models/{model_name}/versions/{model_version}/ready"}
 OPEN_PATHS |= {"/v2/models/{model_name}/ready", "/livez", "/readyz", "/startupz"}
@@ -170,23 +96,11 @@ async def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path)
         assert (await server.client.head("/info")).status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("origins", "granted"), [((), "*"), (("https://a.example",), "https://a.example")]
-)
-async def test_cors(tmp_path: Path, origins: tuple[str, ...], granted: str) -> None:
-    headers = {
-        "origin": "https://a.example",
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "content-type, authorization, x-api-key",
-    }
-    async with serve(tmp_path, cors_allow_origin=origins) as server:
-        response = await server.client.options("/generate", headers=headers)
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == granted
-        allowed = response.headers["access-control-allow-headers"]
-        assert allowed == headers["access-control-request-headers"]
-        response = await server.client.get("/info", headers={"origin": "https://b.example"})
-        assert response.headers.get("access-control-allow-origin") == ("*" if not origins else None)
+async def test_only_the_named_origins_are_granted(tmp_path: Path) -> None:
+    async with serve(tmp_path, cors_allow_origin=("https://a.example",)) as server:
+        for origin, granted in (("https://a.example", "https://a.example"), ("https://b", None)):
+            response = await server.client.get("/info", headers={"origin": origin})
+            assert response.headers.get("access-control-allow-origin") == granted
 
 
 @pytest.mark.parametrize(("port", "status"), [(9000, 404), (3000, 200)])

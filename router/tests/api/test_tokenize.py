@@ -103,11 +103,3 @@ async def test_a_client_that_leaves_its_long_answer(tmp_path: Path) -> None:
         assert server.services.long_answers.num_taken
         leaver.close()
         await until(lambda: server.services.long_answers.num_taken == 0)
-
-
-async def test_a_chat_without_a_template_has_no_prompt(tmp_path: Path) -> None:
-    async with serve(tmp_path) as server:
-        body = ROUTES["/chat_tokenize"]
-        response = await server.client.post("/chat_tokenize", json=body)
-    assert (response.status_code, response.json()["error_type"]) == (422, "template_error")
-    assert response.json()["error"].startswith("Template error: template not found")

@@ -71,33 +71,17 @@ def test_null_is_absence_for_optional_fields() -> None:
     assert parse(orjson.dumps(dict.fromkeys(NULLABLE)).decode()) == parse("{}")
 
 
+# Beside those of integration_tests/test_bad_input.py.
 WRONG = [
-    *(f'{{"{name}": null}}' for name in ("stop", "do_sample", "details", "watermark")),
-    '{"decoder_input_details": null}',
-    '{"ignore_eos_token": null}',
-    *(f'{{"{name}": -1}}' for name in ("seed", "max_new_tokens", "truncate", "best_of")),
-    *(f'{{"{name}": 1.0}}' for name in ("seed", "max_new_tokens", "top_k", "top_n_tokens")),
-    *(f'{{"{name}": "1"}}' for name in ("seed", "temperature", "top_p", "details", "stop")),
-    '{"seed": 18446744073709551616}',
-    '{"max_new_tokens": 4294967296}',
-    '{"top_k": 2147483648}',
-    '{"temperature": true}',
+    *(f'{{"{name}": null}}' for name in ("watermark", "decoder_input_details", "ignore_eos_token")),
+    '{"best_of": -1}',
+    '{"top_p": "1"}',
     '{"seed": true}',
-    '{"do_sample": 1}',
     '{"temperature": 1e39}',
-    '{"stop": [1]}',
-    '{"stop": "a"}',
     '{"grammar": "a"}',
     '{"adapter_id": 1}',
-    '{"logit_bias": {"a": 1}}',
-    '{"logit_bias": {"-1": 1}}',
-    '{"logit_bias": {"01": 1}}',
-    '{"logit_bias": {"²": 1}}',
+    *(f'{{"logit_bias": {{"{key}": 1}}}}' for key in ("-1", "01", "²")),
     '{"logit_bias": {"1": "1"}}',
-    '{"logit_bias": [1]}',
-    "null",
-    "[]",
-    '"x"',
 ]
 
 
