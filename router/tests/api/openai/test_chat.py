@@ -221,38 +221,17 @@ async def test_messages(server: Server) -> None:
     )
 
 
-async def test_tool_prompt(server: Server) -> None:
-    await post(server, tool_prompt="Use f!", tools=[TOOL])
-    assert "Hi\n---\nUse f!<|im_end|>" in last_prompt(server)
-    await post(server, tool_prompt="Use f!")
-    assert "Use f!" not in last_prompt(server)
-
-
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
-        ({"messages": [{"role": "user"}]}, "messages.0", "`content`"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "string"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0",
-            "reads text only",
-        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages.0.content.0",
             "needs a string `text`",
         ),
-        ({"top_logprobs": 1}, "top_logprobs", "needs `logprobs`"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
-        ({"max_tokens": 0}, "max_tokens", "strictly positive"),
-        ({"n": 129}, "n", "128"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "function"),
-        ({"tool_choice": "required"}, "tool_choice", "there are no `tools`"),
-        ({"tool_choice": "h", "tools": [TOOL]}, "tool_choice", "Tool with name h not found"),
-        ({"tools": [TOOL, TOOL]}, "tools", "same name"),
         ({"tools": [{"type": "custom"}]}, "tools.0.type", "function"),
         ({"tools": [{"function": {"name": "none"}}]}, "tools.0", "none"),
         (
@@ -263,9 +242,7 @@ async def test_tool_prompt(server: Server) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "`self`"),
-        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"audio": {}}, "audio", "not supported"),
-        ({"functions": [{}]}, "functions", "not supported"),
     ],
 )
 async def test_refused(server: Server, body: Json, param: str | None, words: str) -> None:
@@ -312,14 +289,6 @@ async def test_null_and_defaults_are_accepted_without_a_warning(server: Server) 
         assert (await post(server, model=name)).status_code == 200
 
 
-async def test_no_template(tmp_path: Path) -> None:
-    async with serve(tmp_path) as server:
-        response = await post(server)
-        assert response.status_code == 400
-        assert "template not found" in response.json()["error"]["message"]
-        assert server.services.metrics.request_failure.value(err="validation") == 1
-
-
 async def test_client_that_leaves_ends_the_generation(server: Server) -> None:
     server.shards.delay_s = 0.01
     body = {"messages": [{"role": "user", "content": "a"}], "n": 2}
@@ -329,3 +298,18 @@ async def test_client_that_leaves_ends_the_generation(server: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         await server.client.post(PATH, json=body, timeout=0.2)
     await server.settle()
+
+
+async def test_tool_prompt(server: Server) -> None:
+    await post(server, tool_prompt="Use f!", tools=[TOOL])
+    assert "Hi\n---\nUse f!<|im_end|>" in last_prompt(server)
+    await post(server, tool_prompt="Use f!")
+    assert "Use f!" not in last_prompt(server)
+
+
+async def test_no_template(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        response = await post(server)
+        assert response.status_code == 400
+        assert "template not found" in response.json()["error"]["message"]
+        assert server.services.metrics.request_failure.value(err="validation") == 1

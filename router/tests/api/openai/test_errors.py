@@ -82,13 +82,6 @@ def test_the_form_that_fits_furthest_is_complained_about() -> None:
     assert param is None and sentence.endswith("é…")
 
 
-async def test_bug(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.services.batcher, "submit_many", None)
-    response = await server.client.post("/v1/completions", json={"prompt": "a"})
-    assert response.status_code == 500
-    assert response.json()["error"]["type"] == "server_error"
-
-
 async def test_failure_after_the_first_chunk_is_an_event(server: Server) -> None:
     server.shards.delay_s = 0.01
     body = {"prompt": "a", "stream": True, "max_tokens": 1000}
@@ -106,23 +99,7 @@ async def test_failure_after_the_first_chunk_is_an_event(server: Server) -> None
     server.shards.failure = None
 
 
-async def test_failure_before_the_first_chunk_is_a_status(server: Server) -> None:
-    server.shards.failure = GenerationError("early")
-    body = {"prompt": "a", "stream": True}
-    response = await server.client.post("/v1/completions", json=body)
-    assert response.status_code == 500
-    assert response.json()["error"]["message"] == "Request failed during generation: early"
-    server.shards.failure = None
-
-
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
-
-@pytest.mark.parametrize("name", ["gpt-3.5-turbo", "https://a.b/c", None])
-async def test_any_model_name_is_served_by_default(server: Server, name: str | None) -> None:
-    response = await server.client.post("/v1/completions", json={"model": name, **BODY})
-    assert response.status_code == 200
-    assert response.json()["model"] == server.services.config.served_model_id
 
 
 async def test_the_names_that_the_model_was_given(tmp_path: Path) -> None:

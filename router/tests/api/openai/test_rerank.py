@@ -1,30 +1,20 @@
 """/score and /rerank on top of shards that are played: the prompt, each form, each refusal."""
 
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from text_generation_router.reranker import Reranker
 
-from router.tests.serving import Server, serve
+from router.tests.serving import Server, serve, shared_server
 
 QUERY, DOCUMENTS = "where is the cat", ["a longer text about dogs", "the cat"]
 # Where a test asks for one document by itself.
 FORMS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
-# One application for all tests.
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    async with serve(folder, reranker=True, max_input_tokens=400) as server:
-        yield server
+running, server = shared_server(serve, "hello ", reranker=True, max_input_tokens=400)
 
 
 async def post(server: Server, path: str, **body: Any) -> Any:
