@@ -242,7 +242,6 @@ async def test_messages(server: Server) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "`self`"),
-        ({"audio": {}}, "audio", "not supported"),
     ],
 )
 async def test_refused(server: Server, body: Json, param: str | None, words: str) -> None:

@@ -83,13 +83,6 @@ async def test_stream_and_whole_answer_are_one(server: Server) -> None:
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
-async def test_two_calls_are_two_items(server: Server, tmp_path: Path) -> None:
-    async with serve_chat(tmp_path, f"{CALL}\n{CALL}") as other:
-        output = (await ask(other, tools=[TOOL]))["output"]
-    assert [item["type"] for item in output] == ["function_call", "function_call"]
-    assert output[0]["call_id"] != output[1]["call_id"]
-
-
 async def test_logprobs(server: Server) -> None:
     message = (await ask(server, **LOGPROBS))["output"][1]
     logprobs = message["content"][0]["logprobs"]
@@ -120,17 +113,6 @@ async def test_failure_before_and_in_the_stream(server: Server) -> None:
     server.shards.failure = None
 
 
-async def test_hints_that_change_nothing_are_named(server: Server) -> None:
-    asked = {"store": True, "service_tier": "scale", "truncation": "auto"}
-    asked |= {"text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
-    for stream in (False, True):
-        body = {"input": "a", "stream": stream} | asked
-        response = await server.client.post("/v1/responses", json=body)
-        assert response.status_code == 200
-        named = "text.verbosity, reasoning.effort, service_tier, store, truncation"
-        assert response.headers["warning"] == f'299 - "changes nothing here: {named}"'
-
-
 @pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
@@ -144,14 +126,11 @@ async def test_hints_that_change_nothing_are_named(server: Server) -> None:
                 ({"type": "input_file", "file_data": "data:"}, "no model that reads images or f"),
             )
         ),
-        ({"previous_response_id": "r"}, 400, "previous_response_id", "nothing is stored"),
         ({"conversation": "c"}, 400, "conversation", "nothing is stored"),
-        ({"background": True}, 400, "background", "not supported"),
         ({"top_logprobs": 1}, 400, "top_logprobs", "needs message.output_text.logprobs"),
         ({"include": ["file_search_call.results"]}, 400, "include", "can only name"),
         ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata", "at most 16"),
         ({"tools": [TOOL | {"name": "auto"}]}, 400, "tools.0.name", "can not be called"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "no `tools`"),
         ({"model": "other"}, 404, "model", "not served"),
     ],
 )

@@ -118,12 +118,6 @@ async def test_a_function_of_a_namespace_is_called_and_answered(tmp_path: Path) 
         )
 
 
-async def test_a_function_outside_has_no_namespace(tmp_path: Path) -> None:
-    async with serve_chat(tmp_path, call("run", {})) as server:
-        response, *_ = await answer(server)
-    assert response["output"][1]["name"] == "run" and "namespace" not in response["output"][1]
-
-
 async def test_a_custom_tool_gets_a_text(tmp_path: Path) -> None:
     text = '*** "a"\n\t\\ é 🙂'
     async with serve_chat(tmp_path, call("patch", {"input": text})) as server:
