@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from text_generation_router.api import sse
+from text_generation_router.api.anthropic.errors import error_event
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from text_generation_router.errors import GenerationError
+from text_generation_router.errors import ContextLengthError, GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
@@ -200,6 +201,29 @@ async def test_the_path_leads_to_the_block(server: Server, blocks: Any, message:
         assert error["message"].startswith(message)
         # Claude Code removes what such a path names.
         assert ("only" in message) is (re.search(MEDIA_PATH, error["message"]) is not None)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sentence"),
+    [
+        (501, "prompt is too long: 501 tokens > 500 maximum"),
+        (
+            100,
+            "input length and `max_tokens` exceed context limit: 100 + 600 > 600, decrease input "
+            "length or `max_tokens` and try again",
+        ),
+    ],
+)
+def test_numbers_of_the_context_are_where_claude_code_reads_them(
+    num_tokens: int, sentence: str
+) -> None:
+    error = ContextLengthError(
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=600,
+        max_input_tokens=500,
+        max_total_tokens=600,
+    )
+    assert error_event(error)["error"] == {"type": "invalid_request_error", "message": sentence}
 
 
 MEDIA_PATH = (

@@ -35,34 +35,6 @@ def joined(events: list[Json]) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.parametrize(
-    ("prompt", "num_prompts", "prompt_tokens"),
-    [
-        (["ab"], 1, 3),
-        (["ab", "c"], 2, 5),
-        (script_of("ab"), 1, 2),
-        ([script_of("ab"), script_of("c")], 2, 3),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_prompts(
-    server: Server, prompt: Any, num_prompts: int, prompt_tokens: int, stream: bool
-) -> None:
-    body = {"prompt": prompt, "max_tokens": 2, "n": 2, "stream": stream}
-    response = await post(server, **body, stream_options={"include_usage": True}, echo=True)
-    texts = ["abh\ufffd", "abh\ufffd", "ch\ufffd", "ch\ufffd"][: 2 * num_prompts]
-    if stream:
-        events = chunks(response)
-        assert joined(events) == dict(enumerate(texts))
-        usage = events[-1]["usage"]
-    else:
-        assert [choice["text"] for choice in response.json()["choices"]] == texts
-        assert [c["index"] for c in response.json()["choices"]] == list(range(2 * num_prompts))
-        usage = response.json()["usage"]
-    assert usage["prompt_tokens"] == prompt_tokens
-    assert usage["completion_tokens"] == 4 * num_prompts
-
-
 async def test_a_choice_that_ends_early_does_not_wait(server: Server) -> None:
     server.shards.script = [*script_of("hey"), EOS_ID]
     events = chunks(await post(server, prompt=["a", "b"], max_tokens=3, stream=True, stop=["y"]))
@@ -142,14 +114,3 @@ async def test_refused(server: Server, body: Json, param: str, words: str) -> No
         error = response.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert words in error["message"]
-
-
-async def test_client_that_leaves_ends_the_generation(server: Server) -> None:
-    server.shards.delay_s = 0.01
-    body = {"prompt": ["a", "b"], "max_tokens": 3000, "n": 2, "stream": True}
-    async with server.client.stream("POST", PATH, json=body) as response:
-        await anext(response.aiter_lines())
-    await server.settle()
-    with pytest.raises(httpx.ReadTimeout):
-        await server.client.post(PATH, json=body | {"stream": False}, timeout=0.2)
-    await server.settle()

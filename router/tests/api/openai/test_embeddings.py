@@ -1,9 +1,7 @@
 """POST /v1/embeddings on top of shards that are played: shapes, limits, refusals, permits."""
 
 import asyncio
-import base64
 import math
-import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -68,16 +66,6 @@ async def test_each_form_of_input(server: Server) -> None:
     assert await lengths("ab", add_special_tokens=False) == [2]
     assert await lengths("a" * 500, truncate_prompt_tokens=7) == [7]
     assert await lengths("a" * 500, truncate_prompt_tokens=-1) == [200]
-
-
-async def test_base64_holds_the_same_numbers(server: Server) -> None:
-    texts = ["abc", "defgh"]
-    plain = (await embed(server, texts))["data"]
-    packed = (await embed(server, texts, encoding_format="base64"))["data"]
-    for one, other in zip(plain, packed, strict=True):
-        numbers = struct.unpack("<4f", base64.b64decode(other["embedding"]))
-        as_float32 = struct.unpack("<4f", struct.pack("<4f", *one["embedding"]))
-        assert numbers == as_float32
 
 
 async def test_dimensions_are_cut_and_normalised_again(server: Server) -> None:
