@@ -6,7 +6,7 @@ from typing import Any
 
 from text_generation_router.api.answers import float32
 from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
-from text_generation_router.request import Token
+from text_generation_router.request import PrefillOutput, Token
 from text_generation_router.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -68,19 +68,6 @@ class TokenTrail:
         """The next piece is shown without its tokens."""
         self.take(text)
         self._has_passed = True
-
-
-class WholeTrail(TokenTrail):
-    """All tokens of a text that is shown in one piece, including those without a text."""
-
-    def __init__(self, tokens: Sequence[tuple[Token, tuple[Token, ...]]]) -> None:
-        """tokens: each with the best tokens of its step."""
-        super().__init__()
-        self._tokens = tokens
-
-    def take(self, text: str) -> list[ScoredToken]:
-        """All tokens, independent of the text."""
-        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in self._tokens]
 
 
 def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
@@ -175,3 +162,22 @@ def _name(token: Token, tokenizer: Tokenizer) -> str:
 def _number(token: Token) -> float:
     number = float32(token.logprob)
     return _LOWEST if number is None else number
+
+
+def prompt_logprobs(prompt: PrefillOutput, num_top: int) -> list[Json | None]:
+    """By token of the prompt: its own log-probability and those of the best, by their ids; null for
+    the first, which nothing precedes."""
+    places: list[Json | None] = []
+    for place, token in enumerate(prompt.tokens):
+        if place == 0:
+            places.append(None)
+            continue
+        best = prompt.top_tokens[place][:num_top] if prompt.top_tokens else ()
+        rank = prompt.ranks[place] if place < len(prompt.ranks) else None
+        found: Json = {}
+        # The token itself comes first, also where it is one of the best.
+        for one, at in ((token, rank), *zip(best, range(1, num_top + 1), strict=False)):
+            named = {"logprob": _number(one), "rank": at, "decoded_token": one.text}
+            found.setdefault(str(one.id), named)
+        places.append(found)
+    return places

@@ -26,23 +26,16 @@ from text_generation_router.errors import (
 BUG = "The server failed on this request; its log says why"
 _BACKTICKED = re.compile(r"`(\w+)`")
 # OpenAI's names of the parameters in the errors of validation.py.
+_VLLMS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "truncate": "truncate_prompt_tokens",
+}
 _NAMES: dict[str, dict[str, str]] = {
-    "/v1/completions": {
-        "inputs": "prompt",
-        "max_new_tokens": "max_tokens",
-        "min_new_tokens": "min_tokens",
-        "top_n_tokens": "logprobs",
-        "truncate": "truncate_prompt_tokens",
-    },
-    "/v1/chat/completions": {
-        "inputs": "messages",
-        "max_new_tokens": "max_tokens",
-        "min_new_tokens": "min_tokens",
-        "top_n_tokens": "top_logprobs",
-        "truncate": "truncate_prompt_tokens",
-        "grammar": "response_format",
-    },
-    "/v1/embeddings": {"inputs": "input", "truncate": "truncate_prompt_tokens"},
+    "/v1/completions": _VLLMS | {"inputs": "prompt", "top_n_tokens": "logprobs"},
+    "/v1/chat/completions": _VLLMS
+    | {"inputs": "messages", "top_n_tokens": "top_logprobs", "grammar": "response_format"},
+    "/v1/embeddings": _VLLMS | {"inputs": "input"},
     "/v1/score": {"inputs": "text_2"},
     "/v1/rerank": {"inputs": "documents"},
     "/v1/responses": {

@@ -16,7 +16,13 @@ from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.keys import NEEDS_KEY
-from text_generation_router.api.logprobs import ScoredToken, TokenTrail, chat_logprobs, tokens_of
+from text_generation_router.api.logprobs import (
+    ScoredToken,
+    TokenTrail,
+    chat_logprobs,
+    prompt_logprobs,
+    tokens_of,
+)
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
@@ -25,7 +31,6 @@ from text_generation_router.api.openai.stream import (
     Chunk,
     Json,
     PromptEntries,
-    prompt_logprobs,
     usage,
 )
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected

@@ -14,8 +14,8 @@ from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.logprobs import (
     ScoredToken,
     TokenTrail,
-    WholeTrail,
     completion_logprobs,
+    prompt_logprobs,
 )
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
@@ -25,10 +25,7 @@ from text_generation_router.api.openai.answers import (
     stream_of,
 )
 from text_generation_router.api.openai.schemas import CompletionRequest
-from text_generation_router.api.openai.stream import (
-    PromptEntries,
-    prompt_logprobs,
-)
+from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import event
 from text_generation_router.api.v1_errors import ERRORS, RequestError
@@ -175,16 +172,11 @@ def _choice(
     echoed = prompt.text if body.echo else ""
     logprobs: stream.Json | None = None
     if body.logprobs is not None:
-        trail = TokenTrail(body.shows_special_tokens)
-        top_tokens = result.top_tokens or ((),) * len(result.tokens)
-        for token, tops in zip(result.tokens, top_tokens, strict=True):
-            trail.add(token, tops)
-        if _lists_all(body, generated):
-            trail = WholeTrail(list(zip(result.tokens, top_tokens, strict=True)))
+        answered = _answer_tokens(body, result, text)
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(
-            *(prompt_tokens, trail.take(text), body.logprobs, services.tokenizer, offset),
+            *(prompt_tokens, answered, body.logprobs, services.tokenizer, offset),
             as_ids=bool(body.return_tokens_as_token_ids),
         )
     choice: stream.Json = {
@@ -204,13 +196,17 @@ def _choice(
     return choice
 
 
-def _lists_all(body: CompletionRequest, generated: GeneratedText) -> bool:
-    """After an echoed prompt all tokens are listed, including those without a text.
-
-    Evaluations find the last token of the prompt by counting from the end.
-    """
-    is_cut = generated.finish_reason is FinishReason.STOP_SEQUENCE
-    return bool(body.echo) and body.max_tokens != 0 and not is_cut
+def _answer_tokens(body: CompletionRequest, result: GenerateResult, text: str) -> list[ScoredToken]:
+    """The tokens that spell the text. After an echoed prompt all tokens are listed, including those
+    without a text: evaluations find the last token of the prompt by counting from the end."""
+    found = zip(result.tokens, result.top_tokens or ((),) * len(result.tokens), strict=True)
+    is_cut = result.ending.generated.finish_reason is FinishReason.STOP_SEQUENCE
+    if body.echo and body.max_tokens != 0 and not is_cut:
+        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in found]
+    trail = TokenTrail(body.shows_special_tokens)
+    for token, tops in found:
+        trail.add(token, tops)
+    return trail.take(text)
 
 
 def _prompt_tokens(

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from text_generation_router.api.answers import float32
 from text_generation_router.api.sse import LastEvent, event
 from text_generation_router.api.v1_errors import RequestError, describe
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
 from text_generation_router.infer import Generation
-from text_generation_router.request import PrefillOutput, Token
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -138,8 +136,6 @@ def _next(stream: AsyncIterator[Item]) -> "asyncio.Task[Item]":
     return asyncio.create_task(step())
 
 
-# Replaces a log-probability that is not finite.
-_LOWEST = -9999.0
 # Bounds the memory and the time of one answer.
 MOST_PROMPT_ENTRIES = 2**19
 _FEW_ENTRIES = 4096
@@ -170,34 +166,3 @@ class PromptEntries:
                 "the best tokens or of the answers",
                 self._field,
             )
-
-
-def prompt_logprobs(prompt: PrefillOutput, num_top: int) -> list[Json | None]:
-    """By token of the prompt: its own log-probability and those of the best, by their ids; null for
-    the first, which nothing precedes."""
-    places: list[Json | None] = []
-    for place, token in enumerate(prompt.tokens):
-        if place == 0:
-            places.append(None)
-            continue
-        best = prompt.top_tokens[place][:num_top] if prompt.top_tokens else ()
-        rank = prompt.ranks[place] if place < len(prompt.ranks) else None
-        # The token itself comes first, also where it is one of the best.
-        ranked = [(token, rank), *((other, at) for at, other in enumerate(best, start=1))]
-        places.append(_by_id(ranked))
-    return places
-
-
-def _by_id(ranked: Sequence[tuple[Token, int | None]]) -> Json:
-    found: Json = {}
-    for one, rank in ranked:
-        number = float32(one.logprob)
-        found.setdefault(
-            str(one.id),
-            {
-                "logprob": _LOWEST if number is None else number,
-                "rank": rank,
-                "decoded_token": one.text,
-            },
-        )
-    return found

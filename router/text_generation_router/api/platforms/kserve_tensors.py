@@ -103,34 +103,25 @@ def packed(answer: dict[str, Any], binary: Sequence[bytes]) -> tuple[bytes, dict
 
 def _parsed_with_tensors(body: bytes | bytearray, json_length: int) -> Any:
     """The JSON of a body, its binary tensors as `data`. Raises BodyError."""
-    if json_length > len(body):
+    value = parsed(body[:json_length])
+    tensors = value.get("inputs") if isinstance(value, dict) else None
+    if not isinstance(tensors, list):
+        tensors = []
+    sizes = [_binary_size(tensor) for tensor in tensors]
+    if json_length + sum(size or 0 for size in sizes) != len(body):
         raise BodyError(
             400,
-            f"`Inference-Header-Content-Length` is {json_length}, but the body has only "
-            f"{len(body)} bytes",
+            "`Inference-Header-Content-Length` and `binary_data_size` of all tensors must be the "
+            f"length of the body, {len(body)} bytes",
         )
-    value = parsed(body[:json_length])
-    behind = memoryview(body)[json_length:]
-    tensors = value.get("inputs") if isinstance(value, dict) else None
-    start = 0
-    for tensor in tensors if isinstance(tensors, list) else ():
-        size = _binary_size(tensor)
+    start = json_length
+    for tensor, size in zip(tensors, sizes, strict=True):
         if size is None:
             continue
         if "data" in tensor:
             raise BodyError(400, f"{_named(tensor)} has both `data` and `binary_data_size`")
-        if size > len(behind) - start:
-            raise BodyError(
-                400,
-                f"{_named(tensor)} has {size} bytes by its `binary_data_size`, but only "
-                f"{len(behind) - start} are left in the body",
-            )
-        tensor["data"] = _elements(tensor, behind[start : start + size])
+        tensor["data"] = _elements(tensor, memoryview(body)[start : start + size])
         start += size
-    if start != len(behind):
-        raise BodyError(
-            400, f"The body has {len(behind) - start} bytes that belong to none of its tensors"
-        )
     return value
 
 

@@ -13,10 +13,10 @@ from text_generation_router.api.answers import (
     timing_headers,
 )
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
+from text_generation_router.api.errors import ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
-from text_generation_router.api.sse import EventStream, error_event, event
+from text_generation_router.api.sse import error_event, event
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -40,15 +40,6 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
             "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
         },
     }
-}
-# Where an answer is a stream, FastAPI would document errors as events too.
-_STREAM_ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
-    status: {
-        "description": answer["description"],
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
-    }
-    for status, answer in ERRORS.items()
-    if status not in UNAUTHORIZED
 }
 
 router = APIRouter(
@@ -74,9 +65,9 @@ async def generate(
     "/generate_stream",
     summary="Generate a stream of token using Server-Sent Events",
     status_code=200,
-    response_class=EventStream,
+    response_class=Response,
     response_model=StreamResponse,
-    responses=_EVENTS | _STREAM_ERRORS,
+    responses=_EVENTS | ERRORS,
 )
 async def generate_stream(
     body: GenerateRequest, request: Request, services: ServicesDependency
