@@ -5,9 +5,9 @@ Refusals have the statuses of TGI's extractor, and a JSON error object, on which
 """
 
 import codecs
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from fastapi import HTTPException, Request, Response
@@ -32,7 +32,7 @@ from text_generation_router.request_options import read_options
 _LARGE_BODY = 64 * 1024
 _SHOWN_CHARACTERS = 60
 # Both are cut, because they can hold text of the client.
-_SHOWN_NAME, SHOWN_COMPLAINT = 64, 400
+_SHOWN_NAME, _SHOWN_COMPLAINT = 64, 400
 # orjson writes 254 levels at most, and answers show parts of requests some levels down.
 _SAFE_DEPTH = 240
 
@@ -51,23 +51,16 @@ class CarriedError(HTTPException):
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Parser = Callable[[bytes | bytearray], Any]
-
-
-class Field(Protocol):
-    """What FastAPI knows of a route's body."""
-
-    def validate(
-        self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]
-    ) -> tuple[Any, Any]:
-        """The request that the value is, and what is wrong with it."""
+# Of FastAPI: the request that a value is, and what is wrong with it.
+Validate = Callable[..., tuple[Any, Any]]
 
 
 class JsonRequest(Request):
     """A request whose body is JSON of at most `payload_limit` bytes."""
 
-    def __init__(self, scope: Scope, receive: Receive, field: Field) -> None:
+    def __init__(self, scope: Scope, receive: Receive, validate: Validate) -> None:
         super().__init__(scope, receive)
-        self._field = field
+        self._validate = validate
         # A large or compressed body until it is parsed. A caller of `body` would keep it for the
         # time of the answer.
         self._large = bytearray()
@@ -101,7 +94,7 @@ class JsonRequest(Request):
         large, self._large = self._large, bytearray()
         run = self.app.state.services.large_bodies.run
         try:
-            outcome = await run(_outcome, large, self._field, parse, inflate)
+            outcome = await run(_outcome, large, self._validate, parse, inflate)
         except OverloadedError as error:
             raise CarriedError(error) from None
         finally:
@@ -174,7 +167,7 @@ class JsonRoute(APIRoute):
             for scheme in schemes:
                 await scheme(request)
             deadline = read_options(request.scope).deadline
-            asked = self.request_class(request.scope, request.receive, field)
+            asked = self.request_class(request.scope, request.receive, field.validate)
             try:
                 if deadline is None:
                     return await handler(asked)
@@ -190,11 +183,16 @@ def shape_error(errors: Sequence[Any]) -> str:
     """The sentence for JSON of the wrong shape, from the first of pydantic's errors."""
     first = errors[0]
     path = ".".join(short(str(part)) for part in first["loc"] if part != "body") or "body"
-    complaint = short(first["msg"].removeprefix("Value error, "), SHOWN_COMPLAINT)
-    sentence = f"Failed to deserialize the JSON body into the target type: `{path}`: {complaint}"
-    if first["type"] == "missing":
-        return sentence
-    return f"{sentence}. Given: {shown(first['input'])}"
+    complaint = complaint_of(first)
+    return f"Failed to deserialize the JSON body into the target type: `{path}`: {complaint}"
+
+
+def complaint_of(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in words."""
+    complaint = short(error["msg"].removeprefix("Value error, ").rstrip("."), _SHOWN_COMPLAINT)
+    return (
+        complaint if error["type"] == "missing" else f"{complaint}. Given: {shown(error['input'])}"
+    )
 
 
 def shown(given: Any) -> str:
@@ -211,7 +209,7 @@ def short(words: str, most: int = _SHOWN_NAME) -> str:
 
 
 def _outcome(
-    body: bytearray, field: Field, parse: Parser, inflate: Callable[[bytearray], bytes] | None
+    body: bytearray, validate: Validate, parse: Parser, inflate: Callable[[bytearray], bytes] | None
 ) -> Any:
     """The validated request, or the BodyError or CarriedError.
 
@@ -219,16 +217,16 @@ def _outcome(
     holds would stay until the next garbage collection.
     """
     try:
-        return _checked(body if inflate is None else inflate(body), field, parse)
+        return _checked(body if inflate is None else inflate(body), validate, parse)
     except HTTPException as error:
         error.__context__ = error.__traceback__ = None
         return error
 
 
-def _checked(body: bytes | bytearray, field: Field, parse: Parser) -> Any:
+def _checked(body: bytes | bytearray, validate: Validate, parse: Parser) -> Any:
     """The validated request. Raises BodyError and CarriedError."""
     value = parse(body)
-    made, errors = field.validate(value, {}, loc=("body",))
+    made, errors = validate(value, {}, loc=("body",))
     if errors:
         raise CarriedError(RequestValidationError(errors, body=value))
     return made

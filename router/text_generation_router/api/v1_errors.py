@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from text_generation_router.api.body import SHOWN_COMPLAINT, short, shown
+from text_generation_router.api.body import complaint_of, short
 from text_generation_router.errors import (
     ContextLengthError,
     GrammarError,
@@ -207,14 +207,6 @@ def furthest(errors: Sequence[Any], body: Any, has_types: bool = False) -> tuple
     pydantic reports each. `has_types`: the path names the types of objects, too."""
     located = [(_path_in(body, error, has_types), error) for error in errors]
     return max(located, key=lambda pair: len(pair[0]))
-
-
-def complaint_of(error: Mapping[str, Any]) -> str:
-    """One of pydantic's errors in words."""
-    complaint = short(error["msg"].removeprefix("Value error, ").rstrip("."), SHOWN_COMPLAINT)
-    return (
-        complaint if error["type"] == "missing" else f"{complaint}. Given: {shown(error['input'])}"
-    )
 
 
 def _path_in(body: Any, error: Mapping[str, Any], has_types: bool) -> list[str]:

@@ -8,9 +8,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from text_generation_router.api.anthropic.schemas import BLOCK_TYPE
-from text_generation_router.api.body import short
+from text_generation_router.api.body import complaint_of, short
 from text_generation_router.api.models import is_anthropics
-from text_generation_router.api.v1_errors import complaint_of, describe, furthest, headers_of
+from text_generation_router.api.v1_errors import describe, furthest, headers_of
 from text_generation_router.api.v1_errors import respond as openai_respond
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request_id import current

@@ -1,9 +1,7 @@
 """POST /v1/embeddings: a vector for each text."""
 
 import base64
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import orjson
@@ -103,23 +101,6 @@ class EmbeddingListBody(BaseModel):
     usage: EmbeddingUsageBody = Field(description="How many tokens it took.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What is to become of hidden states."""
-
-    dimensions: int | None
-    is_normalised: bool
-    is_base64: bool
-
-    def written(self, index: int, pooled: bytes) -> bytes:
-        """The JSON of one vector."""
-        vector = vector_of(pooled, self.dimensions, self.is_normalised)
-        head = b'{"object":"embedding","index":%d,"embedding":' % index
-        if self.is_base64:
-            return b'%b"%b"}' % (head, base64.b64encode(little_endian(vector)))
-        return b"%b%b}" % (head, _numbers(vector))
-
-
 @router.post(
     "/v1/embeddings",
     summary="Embed texts",
@@ -142,8 +123,7 @@ async def embeddings(
     services.metrics.request_count.inc()
     asked = [_asked(given, body, services) for given in body.inputs]
     results = await unless_disconnected(request, read_prompts(services.infer, asked))
-    form = _Form(body.dimensions, body.normalize is not False, body.encoding_format == "base64")
-    return _answer(asked, results, form, services)
+    return _answer(asked, results, body, services)
 
 
 def _asked(
@@ -164,7 +144,7 @@ def _asked(
 def _answer(
     asked: Sequence[GenerateParameters],
     results: Sequence[PromptResult],
-    form: _Form,
+    body: EmbeddingRequest,
     services: Services,
 ) -> Response:
     """The answer, in pieces unless it is short. Raises OverloadedError where too many clients have
@@ -175,7 +155,7 @@ def _answer(
         raise GenerationError("the shards have given no hidden state")
     prompt_tokens = sum(result.prompt_tokens for result in results)
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    pieces = _pieces(found, form, services.config.model_names[0], usage)
+    pieces = _pieces(found, body, services.config.model_names[0], usage)
     headers = timing_headers(
         [result.ending for result in results],
         *(prompt_tokens, sum(len(one.inputs) for one in asked), services),
@@ -188,15 +168,21 @@ def _answer(
 
 
 def _pieces(
-    found: Sequence[bytes], form: _Form, model: str, usage: dict[str, int]
+    found: Sequence[bytes], body: EmbeddingRequest, model: str, usage: dict[str, int]
 ) -> Iterator[bytes]:
     """The JSON of all vectors, one after another."""
     before = b'{"object":"list","data":['
     for index, pooled in enumerate(found):
-        yield before + form.written(index, pooled)
+        yield before + _written(index, pooled, body)
         before = b","
     yield b"]," + orjson.dumps({"model": model, "usage": usage})[1:]
 
 
-def _numbers(vector: "array[float]") -> bytes:
-    return f"[{','.join(map(float32_json, vector))}]".encode()
+def _written(index: int, pooled: bytes, body: EmbeddingRequest) -> bytes:
+    """The JSON of one vector."""
+    vector = vector_of(pooled, body.dimensions, body.normalize is not False)
+    if body.encoding_format == "base64":
+        numbers = b'"%b"' % base64.b64encode(little_endian(vector))
+    else:
+        numbers = f"[{','.join(map(float32_json, vector))}]".encode()
+    return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, numbers)

@@ -17,14 +17,12 @@ from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
-from text_generation_router.api.platforms.kserve_schemas import (
+from text_generation_router.api.platforms.kserve_tensors import (
     INPUT,
     OUTPUT,
     PROTOCOLS,
     InferenceRequest,
     InputTensor,
-)
-from text_generation_router.api.platforms.kserve_tensors import (
     TensorRequest,
     TensorRoute,
     packed,

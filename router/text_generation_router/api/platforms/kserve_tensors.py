@@ -1,4 +1,5 @@
-"""Tensors of the Open Inference Protocol: texts in JSON, or binary behind the JSON of a body.
+"""Bodies of the Open Inference Protocol, and of TGI's form of it; described is only what is this
+server's own. Their tensors are texts in JSON, or binary behind the JSON of a body.
 
 The binary form is Triton's extension: the header `Inference-Header-Content-Length` tells how long
 the JSON is, and `binary_data_size` of a tensor how many bytes behind it are its own. An element of
@@ -10,18 +11,110 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from starlette.datastructures import Headers, MutableHeaders
 
 from text_generation_router.api.body import BodyError, JsonRequest, JsonRoute, Parser, parsed, short
-from text_generation_router.fields import MAX_ITEMS
+from text_generation_router.api.fields import IGNORED, Hint
+from text_generation_router.api.tgi.schemas import GenerateParametersBody
+from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64
 
 HEADER_LENGTH = "inference-header-content-length"
 _BINARY = "application/octet-stream"
 _MOST_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
+
+
+INPUT, OUTPUT = "text_input", "text_output"
+"""What tensors are called that have no name of their own."""
+
+Byte = Annotated[int, Field(ge=0, le=255)]
+
+
+def _kind(data: Any) -> str:
+    return "texts" if isinstance(data, list) and data and isinstance(data[0], str) else "bytes"
+
+
+def flat(data: Any) -> Any:
+    """The elements of a tensor, which JSON may have in lists of lists. Raises ValueError."""
+    while isinstance(data, list) and data and isinstance(data[0], list):
+        if not all(isinstance(row, list) for row in data):
+            raise ValueError("rows and elements are mixed; send all rows, or all elements")
+        data = list(chain.from_iterable(data))
+    return data
+
+
+Data = Annotated[
+    Annotated[Numbers[Byte], Tag("bytes")] | Annotated[Items[str], Tag("texts")],
+    Discriminator(_kind),
+    BeforeValidator(flat),
+]
+
+
+class TensorParameters(Body):
+    """Where the data of a tensor is: `binary_data_size` bytes behind the JSON of the body."""
+
+    binary_data_size: Uint64 | None = None
+    shared_memory_region: Refused = None
+
+
+class InputTensor(Body):
+    """Texts, one for each element of a BYTES tensor; or one text, all bytes of a UINT8 tensor."""
+
+    name: str
+    shape: Numbers[Uint64]
+    datatype: str
+    parameters: TensorParameters | None = None
+    data: Data
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the data is the bytes of one text."""
+        return _kind(self.data) == "bytes"
+
+
+class OutputParameters(Body):
+    """Whether an output is to be sent behind the JSON. Default: `binary_data_output`."""
+
+    binary_data: bool | None = None
+    classification: Refused = None
+    shared_memory_region: Refused = None
+
+
+class OutputName(Body):
+    """What the answer to the input at the same place is to be called."""
+
+    name: str
+    parameters: OutputParameters | None = None
+
+
+class InferenceParameters(GenerateParametersBody):
+    """The parameters of /generate, and the protocol's own."""
+
+    binary_data_output: bool | None = None
+    priority: Annotated[Any, Hint(0), IGNORED] = None
+    timeout: Annotated[Any, Hint(), IGNORED] = None
+    sequence_id: Refused = None
+
+
+# With nothing but these the parameters count as left out.
+PROTOCOLS = InferenceParameters.model_fields.keys() - GenerateParametersBody.model_fields.keys()
+
+
+class InferenceRequest(Body):
+    """Body of an inference; the parameters are those of /generate, and the same for all inputs.
+    As many outputs are named as there are inputs, or none."""
+
+    id: str | None = None
+    inputs: Items[InputTensor]
+    outputs: Items[OutputName] | None = None
+    parameters: InferenceParameters = Field(
+        default_factory=lambda: InferenceParameters(do_sample=True),
+        description="How to generate. `details` and `decoder_input_details` are refused.",
+    )
 
 
 class TensorRequest(JsonRequest):
@@ -65,15 +158,6 @@ class TensorRoute(JsonRoute):
     """A route that takes tensors."""
 
     request_class = TensorRequest
-
-
-def flat(data: Any) -> Any:
-    """The elements of a tensor, which JSON may have in lists of lists. Raises ValueError."""
-    while isinstance(data, list) and data and isinstance(data[0], list):
-        if not all(isinstance(row, list) for row in data):
-            raise ValueError("rows and elements are mixed; send all rows, or all elements")
-        data = list(chain.from_iterable(data))
-    return data
 
 
 def shape_complaint(shape: Sequence[int], num_elements: int) -> str | None:
