@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 from text_generation_router.errors import GenerationError, OverloadedError, ValidationError
+from text_generation_router.generation import Generation
 from text_generation_router.grammar import GrammarCompiler
-from text_generation_router.infer import Generation, Infer
+from text_generation_router.infer import Infer
 from text_generation_router.request import PrefillOutput
 from text_generation_router.validation import GenerateParameters, Limits, Validation
 

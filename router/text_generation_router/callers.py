@@ -1,9 +1,13 @@
-"""The API key behind a request: its cache salt, and its limits."""
+"""How much may run at once: of all callers together, and of each API key."""
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from text_generation_router.errors import KeyLimitError, ValidationError
+from text_generation_router.errors import KeyLimitError, OverloadedError, ValidationError
+from text_generation_router.scheduler.endings import EndingRate
 
 _MINUTE_S = 60.0
 # When the next of the key's requests ends is unknown.
@@ -102,3 +106,31 @@ class Caller:
 
 # All requests of a server without keys, or with one key and no limits.
 ANYBODY = Caller()
+
+
+class Permits:
+    """Owns the permits and the rate at which they are returned."""
+
+    def __init__(self, num: int) -> None:
+        self._num = self.num_free = num
+        self._rate = EndingRate()
+
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError if `num` permits do not exist."""
+        if num > self._num:
+            raise OverloadedError(self._rate.retry_after_s(time.perf_counter(), num))
+
+    @contextmanager
+    def taken(self, num: int) -> Iterator[None]:
+        """Takes all of `num` permits, or none. Raises OverloadedError with a `retry-after`."""
+        now = time.perf_counter()
+        if self.num_free < num:
+            raise OverloadedError(self._rate.retry_after_s(now, num - self.num_free))
+        if self.num_free == self._num:
+            self._rate.begin(now)
+        self.num_free -= num
+        try:
+            yield
+        finally:
+            self.num_free += num
+            self._rate.end(time.perf_counter(), num)

@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import orjson
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from text_generation_router.errors import GrammarError, OverloadedError
-from text_generation_router.gbnf import lark_of_gbnf
-from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.watch import WatchedShards
 
@@ -26,6 +25,10 @@ MAX_SOURCE_BYTES, _MAX_READ_BYTES = 65_536, 1 << 20
 # Nesting of schemas.
 MAX_DEPTH = 64
 COMPILE_TIMEOUT_S = 10.0
+# Of GBNF. The translation takes time in proportion to the product of both. It is Python code: other
+# threads run at half speed meanwhile.
+MAX_RULES, MAX_GBNF_BYTES = 256, 16_384
+_SHOWN_CHARACTERS = 200
 # Limits of the cache: grammars, and bytes of their texts.
 _CACHED_GRAMMARS, _CACHED_BYTES = 256, 16 << 20
 
@@ -65,6 +68,24 @@ _LARK_PART = re.compile(
 )
 # Characters that must be escaped between slashes.
 _SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+# One piece of an expression. Escapes and character classes are whole pieces.
+_PIECE = re.compile(
+    r"""(?P<comment>\(\?\#[^)]*\))
+    |(?P<refused>\(\?>|\(\?P=|\\k[<{]|\(\?\()
+    |(?P<end>\\Z)
+    |(?P<most>\{,(?=\d+\}))
+    |(?P<possessive>(?:[*+?]|\{\d+(?:,\d*)?\})\+)
+    |(?P<class>\[\^?\]?(?:\\.|\[\^?(?:\\.|[^\\\]])*\]|[^\\\]\[])*\])
+    |(?P<unclosed>(?:\[|\(\?\#).*)
+    |(?P<other>\\.|.)""",
+    re.X | re.S,
+)
+_REFUSED = {
+    "(?>": "atomic groups are not supported; write `(?:…)`",
+    "(?P": "backreferences are not supported",
+    "\\k": "backreferences are not supported",
+    "(?(": "conditions are not supported",
+}
 # Keywords that define a value without `type`.
 _OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 # An object without any of these is probably not a schema; TGI requires `properties`.
@@ -155,8 +176,8 @@ def as_item(grammar: Grammar) -> str:
 def _lark(grammar: Grammar) -> str:
     _check_size(grammar.source)
     if grammar.kind == "regex":
-        return f"start: /{_escaped(_rust(grammar.source))}/"
-    return lark_of_gbnf(grammar.source) if grammar.kind == "gbnf" else grammar.source
+        return f"start: /{_escaped(rust(grammar.source))}/"
+    return _lark_of_gbnf(grammar.source) if grammar.kind == "gbnf" else grammar.source
 
 
 def _with_ids(lark: str, added_ids: Mapping[str, int]) -> str:
@@ -185,11 +206,38 @@ def _wrap(grammar: Mapping[str, Any]) -> str:
         raise GrammarError(f"grammar is too large: {error}; nest its values less") from error
 
 
-def _rust(regex: str) -> str:
+def rust(regex: str) -> str:
+    """An expression of Python, JavaScript or PCRE in the syntax of Rust, for llguidance: what Rust
+    spells differently is rewritten. Raises GrammarError for what Rust would read with another
+    meaning; llguidance refuses the rest itself."""
+    return _PIECE.sub(_written, regex)
+
+
+def _written(found: re.Match[str]) -> str:
+    kind, text = found.lastgroup, found[0]
+    if kind == "refused":
+        raise _not_valid(_REFUSED.get(text[:3]) or _REFUSED[text[:2]])
+    if kind == "possessive":
+        raise _not_valid(
+            f"possessive repetitions are not supported; write `{text[:-1]}` in place of `{text}`"
+        )
+    return {"comment": "", "end": r"\z", "most": "{0,"}.get(str(kind), text)
+
+
+def _lark_of_gbnf(source: str) -> str:
+    """GBNF, llama.cpp's form of EBNF that vLLM's clients send, in Lark. Raises GrammarError."""
+    count, size = source.count("::="), len(source.encode())
+    if count > MAX_RULES or size > MAX_GBNF_BYTES:
+        raise GrammarError(
+            f"grammar is too large: GBNF may have at most {MAX_RULES} rules and {MAX_GBNF_BYTES} "
+            f"bytes; write it in Lark. Given: {count} rules and {size} bytes"
+        )
     try:
-        return rust(regex)
-    except RegularError as error:
-        raise _not_valid(str(error)) from error
+        return gbnf_to_lark(source)
+    except RecursionError as error:
+        raise GrammarError("grammar is too large: nest its rules less") from error
+    except Exception as error:  # the library raises `Exception` itself
+        raise _not_valid(f"not GBNF: {str(error)[:_SHOWN_CHARACTERS]}") from error
 
 
 def _escaped(regex: str) -> str:
@@ -221,7 +269,7 @@ def checked_schema(source: str) -> dict[str, Any]:
     for part in parts:
         _check(part)
         if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = _rust(pattern)
+            part["pattern"] = rust(pattern)
         if "properties" in part and not part.keys() & _OTHER_TYPES:
             # As in TGI; by JSON Schema's rules a number would be valid, too.
             part.setdefault("type", "object")
@@ -312,16 +360,15 @@ def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
             f"grammar is too large: its schemas must be nested at most {MAX_DEPTH} deep"
         )
     yield schema
-    for keyword in _NAMED:
-        if isinstance(named := schema.get(keyword), dict):
-            for part in named.values():
-                yield from _parts(part, depth + 1)
-    for keyword in _LISTED:
-        if isinstance(listed := schema.get(keyword), list):
-            for part in listed:
-                yield from _parts(part, depth + 1)
-    for keyword in _SINGLE:
-        yield from _parts(schema.get(keyword), depth + 1)
+    for keyword, value in schema.items():
+        if keyword in _NAMED and isinstance(value, dict):
+            value = list(value.values())
+        elif keyword in _SINGLE:
+            value = [value]
+        elif keyword not in _LISTED:
+            continue
+        for part in value if isinstance(value, list) else ():
+            yield from _parts(part, depth + 1)
 
 
 def _check(schema: Mapping[str, Any]) -> None:

@@ -5,7 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from text_generation_router.infer import Asking, Ending, Infer, gather_or_cancel
+from text_generation_router.generation import Ending
+from text_generation_router.infer import Asking, Infer, gather_or_cancel
 from text_generation_router.request import PrefillOutput
 from text_generation_router.validation import GenerateParameters
 
@@ -39,7 +40,7 @@ async def read_prompts(
 
     async def read(infer: Infer) -> None:
         for place, one in waiting:
-            made = await infer.generate(one)
+            [made] = await infer.generate_many(one, 1)
             results[place] = PromptResult(made.prompt_tokens, made.prefill, made.ending)
 
     began = time.perf_counter()

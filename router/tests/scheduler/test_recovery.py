@@ -15,6 +15,7 @@ from text_generation_router.errors import (
     QueueWaitError,
     UnhealthyError,
 )
+from text_generation_router.infer import TimeLimits
 from text_generation_router.metrics import Metrics
 from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
@@ -26,7 +27,6 @@ from text_generation_router.scheduler.shards import (
     NoShardsError,
 )
 from text_generation_router.scheduler.watch import WatchedShards
-from text_generation_router.time_limits import TimeLimits
 
 from router.tests.scheduling import (
     FakeShards,

@@ -8,7 +8,7 @@ from math import isfinite
 import orjson
 from fastapi import Response
 
-from text_generation_router.infer import Ending
+from text_generation_router.generation import Ending
 from text_generation_router.services import Services
 
 _pack_float32 = struct.Struct("f").pack

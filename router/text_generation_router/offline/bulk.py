@@ -8,7 +8,7 @@ from typing import Any
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatStep, ToolCall, message_of
 from text_generation_router.errors import RouterError, ValidationError
-from text_generation_router.infer import Ending
+from text_generation_router.generation import Ending
 from text_generation_router.offline.progress import Tally
 from text_generation_router.request import FinishReason, Output, PrefillOutput, Token, TokenOutput
 from text_generation_router.services import Services

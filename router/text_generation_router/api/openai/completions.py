@@ -29,7 +29,8 @@ from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import event
 from text_generation_router.api.v1_errors import ERRORS, RequestError
-from text_generation_router.infer import GenerateResult, Generation, gather_or_cancel
+from text_generation_router.generation import GenerateResult, Generation
+from text_generation_router.infer import gather_or_cancel
 from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
