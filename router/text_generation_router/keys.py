@@ -6,7 +6,6 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from text_generation_router.callers import ANYBODY, Allowance, Caller, KeyLimits
 from text_generation_router.config import RouterConfig
@@ -23,49 +22,36 @@ class KeyFileError(ValueError):
     """The key file can not be used; one sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """The content of a key file when it was read."""
+def _read(path: str) -> bytes:
+    """The content of a key file. Raises KeyFileError."""
+    try:
+        # Without waiting, should it be a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            is_plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            content = file.read(MAX_FILE_BYTES + 1) if is_plain else b""
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise _bad_file(path, f"can not be read: {reason}") from error
+    if not is_plain:
+        raise _bad_file(path, "is not a plain file")
+    if len(content) > MAX_FILE_BYTES:
+        raise _bad_file(path, f"is larger than {MAX_FILE_BYTES} bytes")
+    if not _keys_in(content):
+        raise KeyFileError(
+            f"--api-key-file {path} holds no key: write one per line; "
+            "empty lines and lines that begin with # do not count"
+        )
+    return content
 
-    content: bytes
-    is_readable_by_others: bool
 
-    @classmethod
-    def read(cls, path: str) -> "KeyFile":
-        """Raises KeyFileError if it is not a file with keys. Does not block on a pipe."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise KeyFileError(
-                        f"--api-key-file {path} is not a plain file: give one with a key per line"
-                    )
-                content = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            if isinstance(error, KeyFileError):
-                raise
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise KeyFileError(
-                f"--api-key-file {path} can not be read: {reason}; give a file with a key per line"
-            ) from error
-        if len(content) > MAX_FILE_BYTES:
-            raise KeyFileError(
-                f"--api-key-file {path} is larger than {MAX_FILE_BYTES} bytes: "
-                "give a file with a key per line"
-            )
-        found = cls(content, bool(status.st_mode & stat.S_IROTH))
-        if not found.keys():
-            raise KeyFileError(
-                f"--api-key-file {path} holds no key: write one per line; "
-                "empty lines and lines that begin with # do not count"
-            )
-        return found
+def _bad_file(path: str, why: str) -> KeyFileError:
+    return KeyFileError(f"--api-key-file {path} {why}; give a file with a key per line")
 
-    def keys(self) -> list[bytes]:
-        """The keys, one per line."""
-        lines = self.content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
-        return [key for line in lines if (key := line.strip()) and not key.startswith(b"#")]
+
+def _keys_in(content: bytes) -> list[bytes]:
+    lines = content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
+    return [key for line in lines if (key := line.strip()) and not key.startswith(b"#")]
 
 
 class Keys:
@@ -91,7 +77,9 @@ class Keys:
         if path is None:
             self._replace(self._given)
         else:
-            self._take(KeyFile.read(path), path)
+            self._take(_read(path))
+            if os.stat(path).st_mode & stat.S_IROTH:
+                logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Keys":
@@ -117,22 +105,20 @@ class Keys:
 
     def _read_again(self, path: str) -> None:
         try:
-            file = KeyFile.read(path)
+            content = _read(path)
         except KeyFileError as error:
             if self._complaint != str(error):
                 self._complaint = str(error)
                 logger.error("%s; the keys that were read before stay valid", error)
             return
         self._complaint = ""
-        if self._digest(file.content) != self._content:
-            self._take(file, path)
+        if self._digest(content) != self._content:
+            self._take(content)
             logger.info("--api-key-file %s was read again: %d keys", path, len(self._callers))
 
-    def _take(self, file: KeyFile, path: str) -> None:
-        if file.is_readable_by_others:
-            logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
-        self._content = self._digest(file.content)
-        self._replace([*self._given, *file.keys()])
+    def _take(self, content: bytes) -> None:
+        self._content = self._digest(content)
+        self._replace([*self._given, *_keys_in(content)])
 
     def _replace(self, keys: Iterable[bytes]) -> None:
         """Keys that were valid before keep their callers, and so their running sequences."""
