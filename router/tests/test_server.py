@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,6 @@ from text_generation_router.state import ServerState
 from router.tests.serving import ScriptedShards, assemble_scripted
 
 LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
-MANY = 1000
-CHAT = {
-    "model": "m",
-    "messages": [{"role": "user", "content": "n"}],
-    "max_tokens": MANY,
-    "stream": True,
-}
-STREAMS: dict[str, dict[str, Any]] = {
-    "/generate_stream": {"inputs": "n", "parameters": {"max_new_tokens": MANY}},
-    "/v1/completions": {"prompt": "n", "max_tokens": MANY, "stream": True},
-    "/v1/chat/completions": CHAT,
-    "/v1/messages": CHAT,
-    "/v1/responses": {"input": "n", "max_output_tokens": MANY, "stream": True},
-}
 SHUTTING_DOWN = "The server is shutting down; send the request to another"
 
 
@@ -169,39 +155,6 @@ async def test_late_requests_are_ended(tmp_path: Path, monkeypatch: pytest.Monke
     assert it.code == 0
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
-) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    async with (
-        asyncio.timeout(20),
-        until_it_ends(tmp_path, monkeypatch) as it,
-        AsyncExitStack() as stack,
-    ):
-        streams = {}
-        for path, body in STREAMS.items():
-            asked = it.client.stream("POST", path, json=body)
-            response = await stack.enter_async_context(asked)
-            assert response.status_code == 200
-            streams[path] = response.aiter_lines()
-            await anext(streams[path])
-        whole = asyncio.create_task(it.client.post("/generate", json=LONG))
-        while len(it.shards.rows) < len(STREAMS) + 1:
-            await asyncio.sleep(0.005)
-        await it.stop()
-        os.kill(os.getpid(), second)
-        began = asyncio.get_running_loop().time()
-        for path, lines in streams.items():
-            data = [line async for line in lines if line.startswith("data:")]
-            told = [json.loads(line.removeprefix("data:")) for line in data if "[DONE]" not in line]
-            last = told[-1]
-            assert "Incomplete" in json.dumps(last), (path, last)
-        assert (await whole).json()["error_type"] == "incomplete_generation"
-        assert asyncio.get_running_loop().time() - began < 1
-    assert it.code == 1
-
-
 async def test_a_client_that_does_not_read_delays_the_end_by_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,64 +194,13 @@ async def test_shards_that_are_replaced_are_told(
     assert it.code == 0
 
 
-async def test_a_scheduler_that_fails_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with until_it_ends(tmp_path, monkeypatch) as it:
-        whole = asyncio.create_task(it.client.post("/generate", json=LONG))
-        async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            while len(it.shards.rows) < 2:
-                await asyncio.sleep(0.005)
-
-            def settle(*_: object) -> None:
-                raise KeyError("row 5")
-
-            it.services.batcher._planner.settle = settle  # type: ignore[method-assign]
-            *_, last = await events_of(lines)
-        assert last == {
-            "error": "Request failed during generation: internal error",
-            "error_type": "generation",
-        }
-        assert (await whole).status_code == 424
-    assert it.code == 1
-    assert caplog.records[-1].levelname == "ERROR"
-    assert caplog.records[-1].message == (
-        "The scheduler has failed: KeyError: 'row 5'; the server exits so that it can be restarted"
-    )
-
-
 async def test_an_idle_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with until_it_ends(tmp_path, monkeypatch) as it:
         os.kill(os.getpid(), signal.SIGINT)
     assert it.code == 0
 
 
-async def test_shards_that_hang_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(watch, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(watch, "ANSWER_S", 0.05)
-    monkeypatch.setattr(watch, "LOOK_S", 0.02)
-    async with until_it_ends(tmp_path, monkeypatch) as it:
-        async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            it.shards.delay_s = 3600
-            it.shards.is_stuck = True
-            *_, last = await events_of(lines)
-        assert last["error_type"] == "generation"
-        assert "The shards have not answered for" in last["error"]
-    assert it.code == 1
-    assert caplog.records[-1].levelname == "ERROR"
-    assert "The shards have not answered for" in caplog.records[-1].message
-
-
-@pytest.mark.parametrize(("is_multiplied", "most"), [(False, 80), (True, 12)])
-def test_connections_taken_in_one_turn(is_multiplied: bool, most: int) -> None:
-    """Of 64 that wait; the first case is why there is a second."""
-
+def test_several_connections_are_accepted_in_one_turn() -> None:
     async def count_turns(listener: socket.socket) -> int:
         made: list[asyncio.BaseTransport] = []
 
@@ -306,9 +208,8 @@ def test_connections_taken_in_one_turn(is_multiplied: bool, most: int) -> None:
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 made.append(transport)
 
-        listeners = multiplied(listener) if is_multiplied else [listener]
         loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(Taken, sock=one, backlog=100) for one in listeners]
+        servers = [await loop.create_server(Taken, sock=one) for one in multiplied(listener)]
         with ExitStack() as stack:
             for _ in range(64):
                 client = stack.enter_context(socket.socket())
@@ -322,12 +223,7 @@ def test_connections_taken_in_one_turn(is_multiplied: bool, most: int) -> None:
         return num_turns
 
     with bind("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        num_turns = uvloop.run(count_turns(listener))
-    assert num_turns <= most
-    assert is_multiplied or num_turns >= 64
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
+        assert uvloop.run(count_turns(listener)) <= 12
 
 
 async def test_another_program_takes_the_port_meanwhile(
