@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from text_generation_router import cli, services
 from text_generation_router.app import create_app
 from text_generation_router.cli import create_parser, main
-from text_generation_router.config import RouterConfig, flags
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.services import StartError, check_warmup
 from text_generation_router.state import ServerState
@@ -28,29 +27,6 @@ def test_every_field_is_a_flag_with_its_default() -> None:
     options = vars(create_parser().parse_args(["--tokenizer-name", "dir"]))
     assert options.pop("command") is None
     assert RouterConfig(**options) == config()
-
-
-def test_flags_are_read() -> None:
-    line = (
-        "--tokenizer-name d --model-id m --revision r --port 0 --prometheus-port 9 --hostname ::1 "
-        "--max-batch-size 3 --waiting-served-ratio 0.3 --disable-grammar-support --json-output "
-        "--cors-allow-origin https://a --cors-allow-origin https://b --logger-level warning "
-        "--api-key a --api-key b"
-    )
-    options = vars(create_parser().parse_args(line.split()))
-    del options["command"]
-    read = RouterConfig(**options)
-    assert (read.served_model_id, read.revision, read.port) == ("m", "r", 0)
-    assert (read.prometheus_port, read.hostname, read.batch_rows) == (9, "::1", 3)
-    assert read.waiting_served_ratio == 0.3
-    assert read.disable_grammar_support and read.json_output
-    assert read.api_key == ("a", "b")
-    assert list(read.cors_allow_origin) == ["https://a", "https://b"]
-    assert read.logger_level == "WARNING"
-
-
-def test_every_field_has_a_help() -> None:
-    assert all(text for _, _, text, _ in flags())
 
 
 @pytest.mark.parametrize(
@@ -108,9 +84,14 @@ def test_keys_of_the_environment(environment: dict[str, str], keys: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"), [([], "`--api-key` must not be empty"), (["--api-key", "a"], "256.256.256")]
+    ("flags", "said"),
+    [
+        ([], "`--api-key` must not be empty"),
+        (["--api-key", "a"], "Can not listen on 256.256.256.256 port 3000: "),
+        (["--api-key", "a", "--max-batch-size", "0"], "`--max-batch-size` must be >= 1. Given: 0"),
+    ],
 )
-def test_the_flag_wins_over_the_environment(
+def test_a_start_that_fails_is_one_line(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("API_KEY", "")
@@ -129,39 +110,6 @@ def fail(*arguments: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--tokenizer-name", "dir", "--hostname", "127.0.0.1", *arguments])
     assert caught.value.code == 1
-
-
-def test_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        fail("--port", str(port))
-    assert error_line(capfd).startswith(
-        f"Can not listen on 127.0.0.1 port {port}: Address already in use; choose another"
-    )
-
-
-def test_a_key_file_is_read_before_a_model_is_waited_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "keys"
-    fail("--api-key-file", str(file))
-    assert error_line(capfd) == (
-        f"--api-key-file {file} can not be read: No such file or directory; give a file with a "
-        "key per line"
-    )
-    file.write_text("# none\n")
-    fail("--api-key-file", str(file))
-    assert error_line(capfd).startswith(f"--api-key-file {file} holds no key: write one per line")
-
-
-def test_unknown_host(capfd: pytest.CaptureFixture[str]) -> None:
-    fail("--hostname", "256.256.256.256")
-    assert error_line(capfd).startswith("Can not listen on 256.256.256.256 port 3000: ")
-
-
-def test_bad_value(capfd: pytest.CaptureFixture[str]) -> None:
-    fail("--max-batch-size", "0")
-    assert error_line(capfd) == "`--max-batch-size` must be >= 1. Given: 0"
 
 
 def test_tokenizer_is_required(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,6 @@ from typing import Any
 
 import orjson
 import pytest
-from pydantic import TypeAdapter
-from pydantic import ValidationError as BodyError
-from text_generation_router.api.grammars import GrammarBody, ResponseFormatBody
 from text_generation_router.errors import GrammarError, ValidationError
 from text_generation_router.grammar import GrammarCompiler, checked_schema, rust, write
 from text_generation_router.request import Grammar
@@ -253,44 +250,6 @@ def test_an_identifier_that_is_no_uri_is_left_out(keyword: str, value: Any, is_k
     item = {"type": "string", keyword: value}
     assert (keyword in written({**OBJECT, keyword: value})) == is_kept
     assert (keyword in written({"type": "array", "items": item})["items"]) == is_kept
-
-
-def test_every_spelling_of_a_response_format() -> None:
-    read = TypeAdapter[Any](ResponseFormatBody).validate_python
-    plain = Grammar("json_schema", '{"type":"object"}')
-    for given, wanted in [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, plain),
-        ({"type": "json_object", "value": {"type": "object"}}, plain),
-        ({"type": "json", "value": '{"type":"object"}'}, plain),
-        (
-            {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "name": "x"}},
-            plain,
-        ),
-        ({"type": "json_schema", "value": {"schema": {"type": "object"}}}, plain),
-        ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
-    ]:
-        assert read(given).to_grammar() == wanted
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"type": "text"},
-        {"type": "json_object"},
-        {"type": "json", "value": 3},
-        {"type": "regex", "value": {}},
-        {"type": "json_schema"},
-        {"type": "json_schema", "value": {"name": "x"}},
-        {"type": "json_schema", "json_schema": {"schema": {}}, "value": {"schema": {}}},
-        {"type": "ebnf", "value": "a"},
-        {"value": "a"},
-        "a",
-    ],
-)
-def test_what_is_no_grammar(given: Any) -> None:
-    with pytest.raises(BodyError):
-        TypeAdapter[Any](GrammarBody).validate_python(given)
 
 
 def test_gbnf_is_written_in_lark() -> None:

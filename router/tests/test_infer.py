@@ -10,11 +10,9 @@ from text_generation_router.errors import GenerationError, OverloadedError, Vali
 from text_generation_router.generation import Generation
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
-from text_generation_router.request import PrefillOutput
 from text_generation_router.validation import GenerateParameters, Limits, Validation
 
 from router.tests.scheduling import (
-    Failing,
     FakeShards,
     Gate,
     Rig,
@@ -94,14 +92,6 @@ async def test_each_draws_with_a_seed_of_its_own(seed: int) -> None:
     assert seeds == [(seed + place) % 2**64 for place in range(4)]
 
 
-async def test_one_after_the_other_can_be_read() -> None:
-    async with house() as it, it.infer.start_many(asks(), 3) as generations:
-        for generation in reversed(generations):
-            assert await ids_from(generation) == expected_ids(ids_of(PROMPT), 6)
-            with pytest.raises(StopAsyncIteration):
-                await anext(generation)
-
-
 async def test_permits_for_all_or_none() -> None:
     async with house(permits=3) as it:
         async with it.infer.start_many(asks(), 1):
@@ -160,13 +150,6 @@ async def test_a_failure_is_raised_where_it_is_iterated(caplog: pytest.LogCaptur
     assert caplog.text.count("token 3") == 1
 
 
-async def test_one_failure_fails_the_whole_answer() -> None:
-    async with house(FakeShards(hook=Failing(decode=[2]))) as it:
-        with pytest.raises(GenerationError, match="decode 2"):
-            await it.infer.generate_many(asks(), 3)
-    assert it.counted() == {"generation": 3}
-
-
 async def test_a_bug_of_the_caller_is_counted_for_each() -> None:
     async with house() as it:
         with pytest.raises(ZeroDivisionError):
@@ -187,13 +170,3 @@ async def test_best_of_takes_the_likeliest_and_tells_of_the_prompt_everywhere() 
         with pytest.raises(ValidationError, match=r"<= 4\. Given: 5"):
             await it.infer.generate_best_of(asks(best_of=5, top_k=0))
     assert it.counted() == {"success": 3, "validation": 1}
-
-
-async def test_prompt_as_ids() -> None:
-    async with house() as it:
-        asked = asks(inputs="", input_ids=(5, 6, 7), decoder_input_details=True)
-        async with it.infer.start_many(asked, 1) as [generation]:
-            [first, *_] = await anext(generation)
-            assert isinstance(first, PrefillOutput)
-            assert [token.id for token in first.tokens] == [5, 6, 7]
-            assert (await ids_from(generation)) == expected_ids((5, 6, 7), 6)[1:]

@@ -11,7 +11,6 @@ from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.validation import GenerateParameters
 
-from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve
 
 PATH = "/v1/completions"
@@ -73,39 +72,6 @@ async def test_more_entries_than_one_answer_can_have(
     monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 1000)
     response = await server.client.post(PATH, json=body | {"max_tokens": 2})
     assert response.status_code == 200, response.text
-
-
-async def test_a_chat_has_the_same_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 20)
-    async with serve_chat(tmp_path, "Hi") as server:
-        body = {"messages": [{"role": "user", "content": "x" * 19}], "max_tokens": 2}
-        path = "/v1/chat/completions"
-        response = await server.client.post(path, json=body | {"prompt_logprobs": 1})
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == "prompt_logprobs"
-        assert (await server.client.post(path, json=body)).status_code == 200
-
-
-@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
-async def test_a_thread_makes_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    async with serve_chat(tmp_path, "Hi") as server:
-        body: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": 2, "logprobs": 1, "n": 2}
-        if path == PATH:
-            body |= {"prompt": "x", "echo": True}
-        else:
-            body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
-        answers, threads = [], []
-        for few in (4096, 0):
-            monkeypatch.setattr(stream, "_FEW_ENTRIES", few)
-            made = MadeBy(monkeypatch, path)
-            response = await server.client.post(path, json=body)
-            assert response.status_code == 200, response.text
-            answers.append(response.json() | {"id": "", "created": 0})
-            threads.append(made.by)
-        assert answers[0] == answers[1]
-        assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
 
 
 async def test_cut_ids_are_echoed(server: Server) -> None:

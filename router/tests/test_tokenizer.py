@@ -1,6 +1,5 @@
 """Encoding, and the law that decoding rests on, for every kind of decoder."""
 
-import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -109,15 +108,6 @@ def test_the_stream_is_the_decoding_of_the_whole(name: str, data: st.DataObject)
     assert decode(name, prompt) + stream(name, ids) == decode(name, prompt + ids)
 
 
-@given(text=st.text(), name=st.sampled_from(["byte_level", "byte_fallback"]))
-def test_any_text_survives(text: str, name: str) -> None:
-    ids = FAST[name].encode(text).ids
-    if name == "byte_fallback" and text:
-        # What the normalizer of the sentencepiece kind does to a text.
-        text = " " + text.replace("▁", " ")
-    assert stream(name, ids) == text
-
-
 @given(
     text=st.lists(
         st.text(max_size=5) | st.sampled_from(["ça va", "\n\n  ", "<s>", "Hello", "▁", "ab", "😀"]),
@@ -171,16 +161,6 @@ async def test_encode() -> None:
     assert max(end for _, end in encoding.offsets) == len("caf€ 😀 x")
     assert (await tokenizer.encode("caf€ 😀 x", add_special_tokens=False)).ids == encoding.ids[1:]
     assert (await tokenizer.encode("", add_special_tokens=False)).num_bytes == 0
-
-
-async def test_encode_leaves_the_event_loop_free() -> None:
-    long = asyncio.create_task(TOKENIZERS["byte_level"].encode("word " * 50_000))
-    turns = 0
-    while not long.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    assert turns > 5
-    assert len((await long).ids) > 50_000
 
 
 async def test_text_that_is_not_unicode_is_a_value_error() -> None:

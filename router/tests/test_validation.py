@@ -1,11 +1,11 @@
 """Every rule, its sentence, and the order in which they are tried."""
 
 import math
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.errors import AdapterNotFoundError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
@@ -47,18 +47,19 @@ async def validate(validation: Validation, inputs: str = "ab", **asked: object) 
 REFUSED = [
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     ({"temperature": 0.0}, "`temperature` must be strictly positive"),
-    ({"temperature": math.nan}, "`temperature` must be strictly positive"),
-    ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
     ({"repetition_penalty": math.nan}, "`repetition_penalty` must be strictly positive"),
     ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
-    ({"frequency_penalty": math.nan}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
     ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
-    ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
     ({"top_p": math.nan}, "`top_p` must be > 0.0 and < 1.0"),
     ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
     ({"top_k": 0}, "`top_k` must be strictly positive"),
-    ({"top_k": -5}, "`top_k` must be strictly positive"),
+    ({"min_p": math.nan}, "`min_p` must be > 0.0 and <= 1.0"),
+    (
+        {"stop_token_ids": (3, 258)},
+        "`stop_token_ids` must be token ids >= 0 and below 258, the size of the vocabulary. "
+        "Given: 258",
+    ),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"stop": ("x",) * 100}, "`stop` supports up to 4 stop sequences. Given: 100"),
     (
@@ -174,15 +175,6 @@ async def test_prompts_of_ids_that_are_refused(
     assert str(caught.value).startswith(sentence)
 
 
-async def test_visible_special_tokens_reach_the_request(validation: Validation) -> None:
-    visible = frozenset({"</s>"})
-    request = await validate(validation, keeps_stop_sequence=False, visible_special_tokens=visible)
-    assert not request.stopping.keeps_stop_sequence
-    assert request.visible_special_tokens == visible
-    plain = await validate(validation)
-    assert plain.stopping.keeps_stop_sequence and not plain.visible_special_tokens
-
-
 async def test_seed_is_kept_or_drawn(validation: Validation) -> None:
     assert (await validate(validation, seed=2**64 - 1)).sampling.seed == 2**64 - 1
     drawn = {(await validate(validation)).sampling.seed for _ in range(4)}
@@ -210,16 +202,6 @@ async def test_a_grammar_needs_room_for_its_shortest_text(tmp_path: Path) -> Non
     assert len(shards.grammars) == 1
 
 
-async def test_lengths_are_measured(validation: Validation, tmp_path: Path) -> None:
-    metrics = Metrics(9, 12)
-    validation = Validation(LIMITS, Tokenizer.load(tmp_path), metrics, NO_GRAMMARS)
-    await validate(validation, max_new_tokens=2)
-    with pytest.raises(ValidationError):
-        await validate(validation, max_new_tokens=20)
-    assert metrics.request_input_length.count() == 1
-    assert metrics.request_max_new_tokens.count() == 1
-
-
 async def test_ids_that_only_the_tokenizer_has_are_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
@@ -233,86 +215,44 @@ async def test_ids_that_only_the_tokenizer_has_are_refused(tmp_path: Path) -> No
         await validate(validation, "abc", add_special_tokens=False)
 
 
-@pytest.mark.parametrize("best_of", [0, 2])
-def test_stream_takes_no_best_of(best_of: int) -> None:
-    with pytest.raises(ValidationError, match="`best_of` != 1 is not supported when streaming"):
-        check_stream(GenerateParameters(inputs="x", best_of=best_of))
-
-
-def test_stream_takes_no_decoder_input_details() -> None:
-    check_stream(GenerateParameters(inputs="x", best_of=1))
-    with pytest.raises(ValidationError, match="`decoder_input_details` == true is not supported"):
-        check_stream(GenerateParameters(inputs="x", decoder_input_details=True))
+STREAM = "is not supported when streaming tokens"
 
 
 @pytest.mark.parametrize(
-    ("best_of", "max_best_of", "sentence"),
+    ("check", "sentence"),
     [
-        (2, 1, "`best_of` != 1 is not allowed for this endpoint"),
-        (3, 2, "`best_of` must be > 0 and <= 2. Given: 3"),
-        (0, 2, "`best_of` must be > 0 and <= 2. Given: 0"),
+        (lambda: check_stream(asked(best_of=0)), f"`best_of` != 1 {STREAM}"),
+        (
+            lambda: check_stream(asked(decoder_input_details=True)),
+            f"`decoder_input_details` == true {STREAM}",
+        ),
+        (
+            lambda: check_best_of(2, replace(LIMITS, max_best_of=1)),
+            "`best_of` != 1 is not allowed for this endpoint",
+        ),
+        (lambda: check_best_of(3, LIMITS), "`best_of` must be > 0 and <= 2. Given: 3"),
+        (lambda: check_best_of(0, LIMITS), "`best_of` must be > 0 and <= 2. Given: 0"),
     ],
+    ids=range(5),
 )
-def test_best_of(best_of: int, max_best_of: int, sentence: str) -> None:
+def test_streams_and_best_of(check: Callable[[], None], sentence: str) -> None:
+    check_stream(asked(best_of=1))
     with pytest.raises(ValidationError) as caught:
-        check_best_of(best_of, Limits(**{**_values(LIMITS), "max_best_of": max_best_of}))
+        check()
     assert str(caught.value) == sentence
 
 
-def test_body_and_parameters_have_the_same_fields() -> None:
-    known = {field.name for field in fields(GenerateParameters)}
-    not_theirs = {
-        "inputs",
-        "input_ids",
-        "add_special_tokens",
-        "keeps_stop_sequence",
-        "pooling",
-        "score_token_ids",
-        "most_stop_sequences",
-        "most_top_n_tokens",
-        "visible_special_tokens",
-        # It has a header.
-        "priority",
-        # vLLM's.
-        "min_p",
-        "includes_stop",
-        "stop_token_ids",
-        "num_unstopped_tokens",
-        "shows_special_tokens",
-    }
-    assert known - not_theirs == set(GenerateParametersBody.model_fields)
+def asked(**parameters: object) -> GenerateParameters:
+    return GenerateParameters(inputs="x", **parameters)
 
 
-def _values(limits: Limits) -> dict[str, int]:
-    return {field.name: getattr(limits, field.name) for field in fields(limits)}
+async def test_deterministic_is_refused_where_it_can_not_be_kept(validation: Validation) -> None:
+    await validate(validation, deterministic=True)
+    validation.limits = replace(LIMITS, is_deterministic=False)
+    with pytest.raises(ValidationError, match="`deterministic` can not be kept"):
+        await validate(validation, deterministic=True)
 
 
-async def test_deterministic_is_refused_where_it_can_not_be_kept(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    for is_kept in (True, False):
-        limits = replace(LIMITS, is_deterministic=is_kept)
-        validation = Validation(limits, tokenizer, Metrics(9, 12), NO_GRAMMARS)
-        await validate(validation, max_new_tokens=1)
-        if is_kept:
-            await validate(validation, deterministic=True, max_new_tokens=1)
-        else:
-            with pytest.raises(ValidationError, match="`deterministic` can not be kept"):
-                await validate(validation, deterministic=True, max_new_tokens=1)
-
-
-async def test_vllms_parameters_are_checked(validation: Validation) -> None:
-    refused: list[tuple[dict[str, object], str]] = [
-        ({"min_p": 1.5}, "`min_p` must be > 0.0 and <= 1.0"),
-        ({"min_p": math.nan}, "`min_p` must be > 0.0 and <= 1.0"),
-        ({"stop_token_ids": (3, 258)}, "below 258, the size of the vocabulary. Given: 258"),
-    ]
-    for asked, sentence in refused:
-        with pytest.raises(ValidationError) as caught:
-            await validate(validation, **asked)
-        assert str(caught.value).endswith(sentence)
-    request = await validate(validation, min_p=0.5, stop_token_ids=(3,), num_unstopped_tokens=2)
-    assert request.sampling.min_p == 0.5 and request.sampling.is_sampling
-    assert request.stopping.stop_token_ids == (3,) and request.stopping.num_unstopped_tokens == 2
-    fits = await validate(validation, "abcdefghijkl", truncate=-1, max_new_tokens=5)
-    assert list(fits.input_ids) == script_of("fghijkl")
+async def test_all_that_fits_is_kept(validation: Validation) -> None:
+    request = await validate(validation, "abcdefghijkl", truncate=-1, max_new_tokens=5)
+    assert list(request.input_ids) == script_of("fghijkl")

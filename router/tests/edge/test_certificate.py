@@ -1,7 +1,6 @@
 """TLS: which files are taken, and what becomes of connections when they change."""
 
 import asyncio
-import logging
 import os
 import ssl
 import subprocess
@@ -56,27 +55,6 @@ def der(path: str | Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert(Path(path).read_text())
 
 
-async def test_new_connections_get_the_new_certificate(
-    tmp_path: Path, files: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    certificate = Certificate(*files)
-    async with serve(tmp_path, certificate=certificate) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=unverified())
-        first = der(files[0])
-        assert await shown(server.port) == first
-        replace_with(files, make(tmp_path, "second"))
-        assert await shown(server.port) == first
-        certificate.refresh()
-        assert await shown(server.port) == der(files[0]) != first
-        assert caplog.text.count("The new certificate is in use") == 1
-        certificate.refresh()
-        assert caplog.text.count("The new certificate is in use") == 1
-        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert b" 200 " in await reader.readline()
-        writer.close()
-
-
 async def test_files_that_are_no_pair_change_nothing(
     tmp_path: Path, files: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,29 +92,6 @@ async def test_old_versions_are_refused(tmp_path: Path, files: tuple[str, str]) 
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"HTTP" not in await reader.read()
         writer.close()
-
-
-def test_files_that_can_not_be_used(tmp_path: Path, files: tuple[str, str]) -> None:
-    certfile, keyfile = files
-    _, other_key = make(tmp_path, "other")
-    _, locked = make(tmp_path, "locked", "-passout", "pass:secret")
-    damaged = tmp_path / "damaged.pem"
-    damaged.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
-    text = tmp_path / "text"
-    text.write_bytes(b"\xff\0 no PEM")
-    cases = {
-        (certfile, str(other_key)): r"\(key values mismatch\); give",
-        (certfile, str(tmp_path / "none")): "no such file or directory: '.*none'",
-        (str(tmp_path), keyfile): "is a directory",
-        (str(text), keyfile): "give a PEM certificate",
-        (certfile, certfile): "the key it was made with",
-        (str(damaged), keyfile): "can not be used",
-        (certfile, str(locked)): "without a password",
-    }
-    for (certificate, key), sentence in cases.items():
-        with pytest.raises(CertificateError, match=sentence) as caught:
-            Certificate(certificate, key)
-        assert "\n" not in str(caught.value)
 
 
 def test_flags(files: tuple[str, str]) -> None:

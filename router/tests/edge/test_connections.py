@@ -6,10 +6,8 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from text_generation_router.api import sse
 from text_generation_router.edge.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
@@ -34,14 +32,6 @@ def dropped(server: Server) -> int:
     return server.services.metrics.request_failure.value(err="dropped")
 
 
-async def test_client_leaves_a_stream(server: Server) -> None:
-    server.shards.delay_s = 0.005
-    async with server.client.stream("POST", "/generate_stream", json=LONG) as response:
-        await anext(response.aiter_lines())
-    await server.settle()
-    assert dropped(server) == 1
-
-
 @pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/health"])
 async def test_answers_to_http_1_0_have_no_chunks(server: Server, path: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -61,16 +51,6 @@ async def test_answers_to_http_1_0_have_no_chunks(server: Server, path: str) -> 
         assert json.loads(rest) == {"generated_text": "hel"}
 
 
-async def test_client_leaves_while_it_waits(server: Server) -> None:
-    server.shards.delay_s = 0.005
-    call = asyncio.create_task(server.client.post("/generate", json=LONG))
-    await started(server)
-    call.cancel()
-    await asyncio.wait((call,))
-    await server.settle()
-    assert dropped(server) == 1
-
-
 async def test_client_leaves_one_of_best_of(server: Server) -> None:
     server.shards.delay_s = 0.005
     parameters = LONG["parameters"] | {"best_of": 2, "do_sample": True}
@@ -83,41 +63,6 @@ async def test_client_leaves_one_of_best_of(server: Server) -> None:
     assert dropped(server) == 2
 
 
-async def test_others_go_on_when_one_leaves(server: Server) -> None:
-    server.shards.delay_s = 0.005
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 30}}
-    stays = asyncio.create_task(server.client.post("/generate", json=request))
-    async with server.client.stream("POST", "/generate_stream", json=LONG) as response:
-        await anext(response.aiter_lines())
-    assert (await stays).json() == {"generated_text": "hello " * 5}
-
-
-async def test_permits_run_out_and_come_back(server: Server) -> None:
-    server.shards.delay_s = 0.005
-    async with (
-        server.client.stream("POST", "/generate_stream", json=LONG) as first,
-        server.client.stream("POST", "/generate_stream", json=LONG) as second,
-    ):
-        # Kept, because a response is closed with its iterator.
-        lines = [first.aiter_lines(), second.aiter_lines()]
-        for of_one in lines:
-            await anext(of_one)
-        for path in ("/generate", "/generate_stream"):
-            response = await server.client.post(path, json=LONG)
-            assert response.status_code == 429
-            assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
-            assert 1 <= int(response.headers["retry-after"]) <= 60
-        wrong = {"inputs": "n", "parameters": {"best_of": 2}}
-        response = await server.client.post("/generate_stream", json=wrong)
-        assert response.status_code == 200
-        assert response.text.startswith('data: {"error":"Input validation error: `best_of` != 1')
-    await server.settle()
-    server.shards.delay_s = 0.0
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
-    assert (await server.client.post("/generate", json=request)).status_code == 200
-    assert server.services.metrics.request_failure.value(err="overloaded") == 2
-
-
 async def test_a_stream_has_begun_while_its_prompt_is_computed(server: Server) -> None:
     server.shards.delay_s = 0.3
     request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
@@ -125,24 +70,6 @@ async def test_a_stream_has_begun_while_its_prompt_is_computed(server: Server) -
         assert response.status_code == 200
         assert not server.shards.rows
         assert (await response.aread()).startswith(b"data:")
-
-
-async def test_a_client_that_leaves_before_it_is_let_in_is_counted(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    validation = server.services.infer._validation
-    reached = asyncio.Event()
-
-    async def endless(asked: Any) -> Any:
-        reached.set()
-        await asyncio.sleep(3600)
-
-    monkeypatch.setattr(validation, "validate", endless)
-    asking = asyncio.create_task(server.client.post("/generate_stream", json=LONG))
-    await reached.wait()
-    asking.cancel()
-    await server.settle()
-    assert dropped(server) == 1
 
 
 async def test_client_that_never_reads(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,15 +88,6 @@ async def test_client_that_never_reads(server: Server, caplog: pytest.LogCapture
             await asyncio.sleep(0.01)
     assert dropped(server) == 1
     assert "Traceback" not in caplog.text
-
-
-async def test_keep_alive(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
-    server.shards.delay_s = 0.2
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
-    response = await server.client.post("/generate_stream", json=request)
-    assert response.text.startswith(":\n\n:\n\n")
-    assert response.text.replace(":\n\n", "").startswith('data: {"index":1,')
 
 
 async def test_an_upgrade_is_not_taken(server: Server) -> None:

@@ -93,15 +93,6 @@ async def test_the_places_of_requests_that_are_cancelled_are_given_to_others() -
     assert front.num_running == 0
 
 
-async def test_nothing_is_scheduled_when_no_request_waits() -> None:
-    front = Front(App(), refuse)
-    await asyncio.gather(*(front(request(number), receive, send) for number in range(9)))
-    loop = asyncio.get_running_loop()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not loop._ready  # type: ignore[attr-defined]
-
-
 async def test_streams_get_the_servers_own_send() -> None:
     found: list[Send] = []
 
