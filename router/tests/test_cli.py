@@ -32,21 +32,26 @@ def test_every_field_is_a_flag_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"validation_workers": 0}, "`--validation-workers` must be >= 1. Given: 0"),
-        ({"max_batch_size": 0}, "`--max-batch-size` must be >= 1. Given: 0"),
-        ({"waiting_served_ratio": float("nan")}, "`--waiting-served-ratio` must be >= 0"),
-        ({"port": 65536}, "`--port` must be <= 65535. Given: 65536"),
+        (
+            {"validation_workers": 0},
+            "`--validation-workers` must be a whole number of at least 1. Given: 0",
+        ),
+        (
+            {"waiting_served_ratio": float("nan")},
+            "`--waiting-served-ratio` must be a number",
+        ),
+        ({"port": 65536}, "`--port` must be a whole number from 1 to 65535. Given: 65536"),
         ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
-        ({"api_key": ("a", "")}, "`--api-key` must not be empty"),
-        ({"api_key_file": ""}, "`--api-key-file` must not be empty"),
+        ({"api_key": ("a", "")}, "`--api-key` must be a value that isn't empty"),
+        ({"api_key_file": ""}, "`--api-key-file` must be a value that isn't empty"),
         (
             {"max_concurrent_requests_per_key": 1},
             "`--max-concurrent-requests-per-key` needs keys: add `--api-key` or `--api-key-file`",
         ),
         ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
-        ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be >= 1"),
+        ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be a whole"),
         ({"otlp_endpoint": "c:1"}, "`--otlp-endpoint` must be the gRPC address of a collector"),
-        ({"aip_health_route": "h"}, "`--aip-health-route` must be a path like /predict. Given: h"),
+        ({"aip_health_route": "h"}, "`--aip-health-route` must be a path that starts"),
         (
             {"aip_health_route": "/a", "aip_predict_route": "/a"},
             "`--aip-predict-route` and `--aip-health-route` must be two paths",
@@ -86,9 +91,12 @@ def test_keys_of_the_environment(environment: dict[str, str], keys: tuple[str, .
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "`--api-key` must not be empty"),
+        ([], "`--api-key` must be a value that isn't empty"),
         (["--api-key", "a"], "Can not listen on 256.256.256.256 port 3000: "),
-        (["--api-key", "a", "--max-batch-size", "0"], "`--max-batch-size` must be >= 1. Given: 0"),
+        (
+            ["--api-key", "a", "--max-batch-size", "0"],
+            "`--max-batch-size` must be a whole number of at least 1. Given: 0",
+        ),
     ],
 )
 def test_a_start_that_fails_is_one_line(

@@ -44,7 +44,7 @@ def runners() -> list[psutil.Process]:
 async def test_tokens_do_not_depend_on_the_process(tokenizer: Tokenizer) -> None:
     for length in (200, 280, len(TEXT)):
         text = TEXT[:length]
-        expected = tokenizer._encode(text, True)
+        expected = Encoding.of(tokenizer._tokenizer.encode(text))
         assert not runners()
         assert await tokenizer.encode(text) == expected
         ids = await tokenizer.token_ids(text)
@@ -96,7 +96,7 @@ def test_what_the_process_answers(
     monkeypatch.setattr(os, "nice", lowered.append)
     there = long_texts.prepare(str(tmp_path / "tokenizer.json").encode())
     assert lowered == [10]
-    expected = tokenizer._encode(TEXT, False)
+    expected = Encoding.of(tokenizer._tokenizer.encode(TEXT, add_special_tokens=False))
     argument = long_texts._HEAD.pack(False, 2) + TEXT.encode()
     assert Encoding.from_bytes(there.encode(argument)) == expected
     last = TokenIds.from_bytes(there.token_ids(argument))

@@ -1,7 +1,6 @@
 """The settings of the router. Defaults that other packages need, too, are in
 `text_generation_process.defaults`."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -16,14 +15,13 @@ from text_generation_router.chat.format import AUTO, FORMATS
 
 VERSION = version("pytgi")
 LOGGER_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_HELP = {option.name: option.help for option in OPTIONS if Child.ROUTER in option.to}
+_OPTIONS = {option.name: option for option in OPTIONS if Child.ROUTER in option.to}
 
 
-def _option(default: Any, minimum: int | None = None, help: str = "", **argparse: Any) -> Any:
-    """A field with its smallest legal value, its help unless the launcher's table of flags has it,
-    and other arguments of argparse."""
-    metadata = {"help": help, "minimum": minimum, "argparse": argparse}
-    return field(default=default, metadata=metadata)
+def _option(default: Any, help: str = "", **argparse: Any) -> Any:
+    """A field with its help, unless the launcher's table of flags has it, and other arguments of
+    argparse."""
+    return field(default=default, metadata={"help": help, "argparse": argparse})
 
 
 def _true_or_false(value: str) -> bool:
@@ -52,36 +50,36 @@ class RouterConfig:
     await_shards: bool = _option(
         False, help="Wait for that socket without limit: the launcher starts and watches the shard."
     )
-    step_deadline: float | None = _option(None, 0)
+    step_deadline: float | None = _option(None)
     hostname: str = _option(defaults.HOSTNAME)
-    port: int = _option(defaults.PORT, 0)
-    prometheus_port: int | None = _option(None, 0)
-    max_concurrent_requests: int = _option(128, 1)
+    port: int = _option(defaults.PORT)
+    prometheus_port: int | None = _option(None)
+    max_concurrent_requests: int = _option(128)
     request_timeout: float | None = _option(None)
     max_queue_wait: float | None = _option(None)
-    max_best_of: int = _option(2, 1)
-    max_stop_sequences: int = _option(4, 0)
-    max_top_n_tokens: int = _option(5, 0)
-    max_input_tokens: int | None = _option(None, 1)
-    max_total_tokens: int | None = _option(None, 2)
-    waiting_served_ratio: float = _option(1.2, 0)
-    max_batch_prefill_tokens: int = _option(4096, 1)
-    max_batch_total_tokens: int | None = _option(None, 1)
-    max_waiting_tokens: int = _option(20, 0)
-    max_batch_size: int | None = _option(None, 1)
+    max_best_of: int = _option(2)
+    max_stop_sequences: int = _option(4)
+    max_top_n_tokens: int = _option(5)
+    max_input_tokens: int | None = _option(None)
+    max_total_tokens: int | None = _option(None)
+    waiting_served_ratio: float = _option(1.2)
+    max_batch_prefill_tokens: int = _option(4096)
+    max_batch_total_tokens: int | None = _option(None)
+    max_waiting_tokens: int = _option(20)
+    max_batch_size: int | None = _option(None)
     disable_prefix_caching: bool = _option(False)
     disable_prefill_chunking: bool = _option(False)
-    inter_token_latency_target_ms: int | None = _option(None, 1)
-    speculate: int = _option(0, 0)
-    validation_workers: int = _option(2, 1)
-    max_client_batch_size: int = _option(4, 1)
-    payload_limit: int = _option(2_000_000, 1)
+    inter_token_latency_target_ms: int | None = _option(None)
+    speculate: int = _option(0)
+    validation_workers: int = _option(2)
+    max_client_batch_size: int = _option(4)
+    payload_limit: int = _option(2_000_000)
     api_key: tuple[str, ...] = _option(())
     api_key_file: str | None = _option(None)
-    max_concurrent_requests_per_key: int | None = _option(None, 1)
-    max_tokens_per_minute_per_key: int | None = _option(None, 1)
+    max_concurrent_requests_per_key: int | None = _option(None)
+    max_tokens_per_minute_per_key: int | None = _option(None)
     public_docs: bool = _option(False)
-    graceful_termination_timeout: float = _option(defaults.TERMINATION_TIMEOUT_S, 0)
+    graceful_termination_timeout: float = _option(defaults.TERMINATION_TIMEOUT_S)
     ssl_certfile: str | None = _option(None)
     ssl_keyfile: str | None = _option(None)
     cors_allow_origin: tuple[str, ...] = _option(())
@@ -105,37 +103,31 @@ class RouterConfig:
         False, help="Wait for new shards when shards are lost; the launcher starts them."
     )
     resume_streams: bool = _option(True, action="store", type=_true_or_false)
-    num_restarts: int = _option(
-        0, 0, help="How often the launcher has replaced this router already."
-    )
+    num_restarts: int = _option(0, help="How often the launcher has replaced this router already.")
     launcher_fd: int | None = _option(
-        None, 0, help="Pipe on which the router reports to the launcher, which opens it."
+        None, help="Pipe on which the router reports to the launcher, which opens it."
     )
     progress_fd: int | None = _option(
-        None, 0, help="Pipe on which the launcher, which opens it, reports what the shards do."
+        None, help="Pipe on which the launcher, which opens it, reports what the shards do."
     )
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value, minimum = getattr(self, option.name), option.metadata.get("minimum")
-            # `not (a >= b)` refuses NaN, too.
-            if minimum is not None and value is not None and not (value >= minimum):
-                raise ValueError(f"`{flag(option.name)}` must be >= {minimum}. Given: {value}")
+            value, known = getattr(self, option.name), _OPTIONS.get(option.name.replace("_", "-"))
+            if known is None or value is None or (option.name == "port" and value == 0):
+                continue
+            for given in value if isinstance(value, tuple) else (value,):
+                try:
+                    known.parse(str(given))
+                except ValueError as error:
+                    raise ValueError(
+                        f"`{flag(option.name)}` must be {error}. Given: {given}"
+                    ) from error
         check_tracing(self.otlp_endpoint)
         if self.restart and self.launcher_fd is None:
             raise ValueError(
                 "`--restart` needs `--launcher-fd`: the launcher starts the new shards"
             )
-        for name in ("port", "prometheus_port"):
-            if (value := getattr(self, name)) is not None and value > 65535:
-                raise ValueError(f"`{flag(name)}` must be <= 65535. Given: {value}")
-        for name in ("request_timeout", "max_queue_wait"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(
-                    f"`{flag(name)}` must be a number of seconds > 0. Given: {value}; leave it out "
-                    "for no limit"
-                )
         if self.port and self.port == self.prometheus_port:
             raise ValueError(
                 "`--prometheus-port` must be another port than `--port`; "
@@ -150,22 +142,13 @@ class RouterConfig:
                 "`max_input_tokens` must be < `max_total_tokens`. "
                 f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
             )
-        if "" in self.served_model_name:
-            raise ValueError("`--served-model-name` must not be empty; leave it out for the id")
-        if "" in self.api_key:
-            raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError(
                 "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
             )
-        if self.api_key_file == "":
-            raise ValueError("`--api-key-file` must not be empty; leave it out to have none")
         for name in ("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"):
             if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
                 raise ValueError(f"`{flag(name)}` needs keys: add `--api-key` or `--api-key-file`")
-        for name in ("aip_predict_route", "aip_health_route"):
-            if (path := getattr(self, name)) is not None and not path.startswith("/"):
-                raise ValueError(f"`{flag(name)}` must be a path like /predict. Given: {path}")
         if self.aip_predict_route is not None and self.aip_predict_route == self.aip_health_route:
             raise ValueError("`--aip-predict-route` and `--aip-health-route` must be two paths")
 
@@ -198,5 +181,5 @@ def flag(name: str) -> str:
 def flags() -> Iterable[tuple[str, Any, str, dict[str, Any]]]:
     """(field name, default, help, argparse keywords) of every option, in order."""
     for option in fields(RouterConfig):
-        text = option.metadata["help"] or _HELP[flag(option.name).removeprefix("--")]
+        text = option.metadata["help"] or _OPTIONS[option.name.replace("_", "-")].help
         yield option.name, option.default, text, option.metadata["argparse"]

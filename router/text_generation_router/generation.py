@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,11 +74,10 @@ class Generation:
     def __init__(
         self,
         entry: Entry,
-        prompt_tokens: int,
         arrival: float,
         allowance: Allowance | None = None,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = len(entry.request.input_ids)
         self.ending: Ending | None = None
         self.error: RouterError | None = None
         self._entry = entry
@@ -109,7 +108,9 @@ class Generation:
             self.error = error
             raise
         if self._allowance is not None:
-            self._charge(outputs, self._allowance)
+            num_tokens = sum(isinstance(output, TokenOutput) for output in outputs)
+            self._num_charged += num_tokens
+            self._allowance.take(num_tokens, time.perf_counter())
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
             assert last.timings is not None
@@ -127,11 +128,6 @@ class Generation:
         generated = None if self.ending is None else self.ending.generated
         error_type = otherwise if self.error is None else self.error.error_type
         trace.end(self._entry, generated, error_type)
-
-    def _charge(self, outputs: Sequence[Output], allowance: Allowance) -> None:
-        num_tokens = sum(isinstance(output, TokenOutput) for output in outputs)
-        self._num_charged += num_tokens
-        allowance.take(num_tokens, time.perf_counter())
 
     def hide(self) -> None:
         """Its client sees no token before the end."""

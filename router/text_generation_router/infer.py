@@ -149,14 +149,11 @@ class Infer:
                 entries = self._batcher.submit_many(requests)
                 if self._trace is not None:
                     self._trace.follow(entries, arrival)
-                prompt_tokens, allowance = len(request.input_ids), self._caller.allowance
-                if allowance is not None:
-                    allowance.take(prompt_tokens, time.perf_counter())
+                if (allowance := self._caller.allowance) is not None:
+                    allowance.take(len(request.input_ids), time.perf_counter())
                     if request.is_prompt_only:
                         allowance = None
-                generations = [
-                    Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
-                ]
+                generations = [Generation(entry, arrival, allowance) for entry in entries]
                 deadline = self._options.deadline
                 try:
                     with self._time_limits.over(entries, deadline):
@@ -246,9 +243,12 @@ class Infer:
     ) -> None:
         """Counts how each generation ended. `otherwise` labels generations without an ending, or
         the request if there are none. Its span gets `error_type`, or else the same label."""
-        if self._trace is not None:
-            _end_trace(self._trace, generations, error_type or otherwise)
+        trace = self._trace
+        if trace is not None and not generations:
+            trace.fail(error_type or otherwise)
         for generation in generations:
+            if trace is not None:
+                generation.end_trace(trace, error_type or otherwise)
             if generation.ending is not None:
                 self._count_success(generation.ending)
             elif generation.error is not None:
@@ -345,14 +345,6 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _end_trace(trace: "RequestTrace", generations: Sequence[Generation], otherwise: str) -> None:
-    """Ends the span of each generation, or of the request if there are none."""
-    for generation in generations:
-        generation.end_trace(trace, otherwise)
-    if not generations:
-        trace.fail(otherwise)
 
 
 def _log_failure(error: RouterError) -> None:

@@ -1,7 +1,6 @@
 """One vector for a text: which hidden states it is made of, and how it is normalised."""
 
 import math
-import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -53,18 +52,8 @@ def vector_of(pooled: bytes, dimensions: int | None, is_normalised: bool) -> "ar
     """The vector in the bytes of `PrefillOutput.pooled`, in float32: its first `dimensions`, or
     all, scaled to length 1 if `is_normalised`."""
     vector = array("f", pooled)
-    if sys.byteorder == "big":
-        vector.byteswap()
     if dimensions is not None:
         vector = vector[:dimensions]
     if is_normalised and (length := math.hypot(*vector)) > 0:
         vector = array("f", [value / length for value in vector])
     return vector
-
-
-def little_endian(vector: "array[float]") -> bytes:
-    """The bytes that answers encode in base64."""
-    if sys.byteorder == "big":
-        vector = vector[:]
-        vector.byteswap()
-    return vector.tobytes()

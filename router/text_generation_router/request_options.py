@@ -131,27 +131,28 @@ def _deadline(scope: Scope, sent: list[bytes], most_s: float | None) -> Deadline
 
 
 def _seconds(sent: list[bytes]) -> float:
-    try:
-        [value] = sent
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
+    seconds = _number(sent)
     if not 0 < seconds < math.inf:
         raise _bad("X-Request-Timeout", "be one number of seconds > 0, such as 2.5", sent)
     return seconds
 
 
 def _priority(sent: list[bytes]) -> int:
-    try:
-        [value] = sent
-        priority = int(value)
-    except ValueError:
-        priority = MOST_PRIORITY + 1
-    if not -MOST_PRIORITY <= priority <= MOST_PRIORITY:
+    priority = _number(sent)
+    if not (abs(priority) <= MOST_PRIORITY and priority.is_integer()):
         raise _bad(
             "X-Priority", f"be one whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}", sent
         )
-    return priority
+    return int(priority)
+
+
+def _number(sent: list[bytes]) -> float:
+    """NaN if there are several values, or the one is no number."""
+    try:
+        [value] = sent
+        return float(value)
+    except ValueError:
+        return math.nan
 
 
 def _bad(header: str, expected: str, sent: list[bytes]) -> ValidationError:

@@ -7,6 +7,7 @@ import socket
 import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,7 +15,7 @@ from text_generation_process.ports import bind_port
 
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.certificate import Certificate
-from text_generation_router.edge.connection import ConnectionLimits, Connections
+from text_generation_router.edge.connection import Connection, ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
 from text_generation_router.metrics import Metrics
 from text_generation_router.services import Services, StartError
@@ -199,7 +200,7 @@ def server_config(
     return uvicorn.Config(
         app,
         loop="none",
-        http=connections.protocol,
+        http=partial(Connection, connections),  # type: ignore[arg-type]  # a factory works
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
         ws="none",
         # Large, because a connection that does not fit waits a second before it is tried again.

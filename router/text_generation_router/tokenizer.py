@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +86,7 @@ class Tokenizer:
         """
         if self._long_texts is not None and len(text) > LONG_TEXT:
             return await self._long_texts.encode(_checked(text), add_special_tokens)
-        return await self._run(text, partial(self._encode, text, add_special_tokens))
+        return await self._run(text, add_special_tokens, Encoding.of)
 
     async def token_ids(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
@@ -93,7 +94,7 @@ class Tokenizer:
         """As `encode`, without offsets, and only the last `most` ids."""
         if self._long_texts is not None and len(text) > LONG_TEXT:
             return await self._long_texts.token_ids(_checked(text), add_special_tokens, most)
-        return await self._run(text, partial(self._token_ids, text, add_special_tokens, most))
+        return await self._run(text, add_special_tokens, partial(TokenIds.of, most=most))
 
     def least_tokens(self, text: str) -> int:
         """How many tokens the text has at least, if its tokens spell all of it. (A normalizer may
@@ -107,21 +108,15 @@ class Tokenizer:
         if self._long_texts is not None:
             self._long_texts.close()
 
-    async def _run(self, text: str, work: Callable[[], Made]) -> Made:
+    async def _run(self, text: str, add_special_tokens: bool, make: Callable[[Any], Made]) -> Made:
+        def work() -> Made:
+            # encode_batch releases the interpreter lock, encode does not.
+            [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            return make(made)
+
         if len(_checked(text)) <= _SHORT_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        return Encoding.of(self._made(text, add_special_tokens))
-
-    def _token_ids(self, text: str, add_special_tokens: bool, most: int | None) -> TokenIds:
-        return TokenIds.of(self._made(text, add_special_tokens), most)
-
-    def _made(self, text: str, add_special_tokens: bool) -> Any:
-        # encode_batch releases the interpreter lock, encode does not.
-        [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return made
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special and so not part of the generated text."""
@@ -156,7 +151,10 @@ class Tokenizer:
         try:
             return self._plain_text_of[token_id]
         except KeyError:
-            text = None if self.is_special(token_id) else _decoded(self.token_bytes(token_id))
+            text = None
+            if not self.is_special(token_id):
+                with suppress(UnicodeDecodeError):
+                    text = self.token_bytes(token_id).decode()
             self._plain_text_of[token_id] = text
             return text
 
@@ -216,14 +214,6 @@ def _checked(text: str) -> str:
     """The text. Raises UnicodeEncodeError, a ValueError, where the library raises TypeError."""
     text.encode()
     return text
-
-
-def _decoded(spelled: bytes) -> str | None:
-    """The text; None if it has incomplete characters."""
-    try:
-        return spelled.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _kinds(decoder: Any) -> Iterator[str]:

@@ -49,7 +49,7 @@ LIMITS = (
         "prefill chunking only",
         not_negative,
         ROUTER,
-        default=str(defaults.LAUNCHER_WAITING_SERVED_RATIO),
+        default="0.3",  # the router's own differs; both are TGI's
     ),
     Option("max-batch-prefill-tokens", "maximum prompt tokens in one step", whole(1), ROUTER),
     Option(

@@ -3,6 +3,7 @@
 import logging
 import os
 import ssl
+from contextlib import suppress
 
 from text_generation_router.config import RouterConfig
 
@@ -65,20 +66,15 @@ class Certificate:
                 "password"
             ) from error
 
-    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """A value that changes when one of the files is written or replaced."""
-        return tuple(map(_state_of, self._files))
+    def _state(self) -> list[tuple[int, int, int]]:
+        """Changes when one of the files is written or replaced; empty if one is missing."""
+        with suppress(OSError):
+            found = [os.stat(path) for path in self._files]
+            return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+        return []
 
 
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
-
-
-def _state_of(path: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -9,7 +9,6 @@ import logging
 import re
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import httptools
@@ -96,11 +95,6 @@ class Connections:
         # Bytes of incomplete bodies, oldest first.
         self._bodies: dict[Connection, int] = {}
         self._num_bytes = 0
-
-    @property
-    def protocol(self) -> Any:
-        """The protocol factory for uvicorn."""
-        return partial(Connection, self)
 
     def enter(self, connection: "Connection") -> None:
         """Starts checking the connection."""

@@ -19,7 +19,7 @@ from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Numbers
-from text_generation_router.pooling import little_endian, vector_of
+from text_generation_router.pooling import vector_of
 from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
@@ -182,7 +182,7 @@ def _written(index: int, pooled: bytes, body: EmbeddingRequest) -> bytes:
     """The JSON of one vector."""
     vector = vector_of(pooled, body.dimensions, body.normalize is not False)
     if body.encoding_format == "base64":
-        numbers = b'"%b"' % base64.b64encode(little_endian(vector))
+        numbers = b'"%b"' % base64.b64encode(vector)
     else:
         numbers = f"[{','.join(map(float32_json, vector))}]".encode()
     return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, numbers)
