@@ -1,9 +1,7 @@
 """The prompt and the score of a reranker, and the models that are one."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from text_generation_router.reranker import Reranker, find_reranker, score
@@ -29,27 +27,19 @@ def test_the_score_is_a_probability(yes: float, no: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "is_one"),
+    ("name", "is_one"),
     [
-        ({}, "some/model", False),
-        ({}, "Qwen/Qwen3-Reranker-0.6B", True),
-        ({}, "jinaai/jina-reranker-v3", False),
-        ({"_name_or_path": "/models/qwen3-reranker-mine"}, "mine", True),
-        ({"classifier_from_token": ["no", "yes"]}, "mine", True),
-        ({"classifier_from_token": ["0", "1"]}, "mine", False),
-        ({"is_original_qwen3_reranker": True}, "mine", True),
+        ("some/model", False),
+        ("Qwen/Qwen3-Reranker-0.6B", True),
+        ("jinaai/jina-reranker-v3", False),
     ],
 )
-def test_rerankers_are_known_by_name_or_config(
-    config: dict[str, Any], name: str, is_one: bool, tmp_path: Path
-) -> None:
+def test_rerankers_are_known_by_their_names(name: str, is_one: bool, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, ("yes", "no"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(tmp_path)
     found = find_reranker(tmp_path, name, tokenizer, False)
     assert isinstance(found, Reranker) == is_one
-    asked = find_reranker(tmp_path, name, tokenizer, True)
-    assert asked == Reranker(258, 259)
+    assert find_reranker(tmp_path, name, tokenizer, True) == Reranker(258, 259)
     tokenizer.close()
 
 

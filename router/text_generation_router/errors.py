@@ -23,11 +23,6 @@ class RouterError(Exception):
     it, and is raised before an answer begins."""
 
     @property
-    def passes(self) -> bool:
-        """Whether the same request may succeed at another time."""
-        return self.retry_after_s is not None
-
-    @property
     def headers(self) -> Mapping[str, str]:
         """The `retry-after` header, in all dialects."""
         if self.retry_after_s is None:
@@ -196,10 +191,6 @@ class DeadlineError(RouterError):
             f"The answer has not ended within {seconds:g} s ({source}); give it more time, ask for "
             "fewer tokens, or try again later"
         )
-
-    @property
-    def passes(self) -> bool:
-        return True
 
 
 class GenerationError(RouterError):

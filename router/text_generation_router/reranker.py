@@ -7,10 +7,8 @@ probability of `yes` as the next token, relative to `yes` and `no`.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from text_generation_router.errors import RouterError, ValidationError
-from text_generation_router.json_file import read_object
 from text_generation_router.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -87,12 +85,12 @@ def find_reranker(
 ) -> Reranker | str:
     """The model's reranker, or a sentence that says why it has none.
 
-    A model is a reranker if `--reranker` is given, if its config.json says so as vLLM's users
-    write it (`is_original_qwen3_reranker`, or `classifier_from_token` with no and yes), or if its
-    name has Qwen3-Reranker, the only mark of the original. Raises ValueError if `--reranker` is
-    given and the tokenizer has no `yes` and `no`.
+    A model is a reranker if `--reranker` is given, or if its name has Qwen3-Reranker: nothing else
+    tells it from another Qwen3. Raises ValueError if `--reranker` is given and the tokenizer has no
+    `yes` and `no`.
     """
-    if not (is_asked_for or _says_so(directory, model_id)):
+    is_named = any(_NAME in name.lower() for name in (model_id, directory.name))
+    if not (is_asked_for or is_named):
         return (
             f"{model_id} is not known to be a reranker: /score and /rerank need one of "
             "Qwen3-Reranker's form; serve Qwen3-Reranker, or start with --reranker if this model "
@@ -109,24 +107,6 @@ def find_reranker(
         return sentence
     yes_id, no_id = (token_id for token_id in ids if token_id is not None)
     return Reranker(yes_id, no_id)
-
-
-def _says_so(directory: Path, model_id: str) -> bool:
-    config = _config(directory)
-    names = (model_id, directory.name, str(config.get("_name_or_path", "")))
-    return (
-        config.get("is_original_qwen3_reranker") is True
-        or config.get("classifier_from_token") == ["no", "yes"]
-        or any(_NAME in name.lower() for name in names)
-    )
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    """The model's config.json; empty if it is not valid, which the shard reports."""
-    try:
-        return read_object(directory / "config.json")
-    except ValueError:
-        return {}
 
 
 def _question(query: str, document: str, instruction: str | None) -> str:

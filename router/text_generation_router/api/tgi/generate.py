@@ -24,7 +24,7 @@ from text_generation_router.api.tgi.schemas import (
     StreamResponse,
 )
 from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
-from text_generation_router.errors import RouterError
+from text_generation_router.errors import DeadlineError, RouterError
 from text_generation_router.generation import GenerateResult
 from text_generation_router.request import Output, Token, TokenOutput
 from text_generation_router.services import Services
@@ -145,7 +145,9 @@ async def _generate_stream(
 
 
 def _passes(error: Exception) -> bool:
-    return isinstance(error, RouterError) and error.passes
+    """Whether the same request may succeed at another time."""
+    is_limited = isinstance(error, RouterError) and error.retry_after_s is not None
+    return is_limited or isinstance(error, DeadlineError)
 
 
 async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
