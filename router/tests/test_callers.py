@@ -63,14 +63,6 @@ def test_who_comes_when_told_is_let_in(most: int, used: int, wait_s: int) -> Non
     allowance.enter(1, 50 + wait_s)
 
 
-def test_waiting_is_not_made_longer_by_asking() -> None:
-    allowance = Allowance(KeyLimits(max_tokens_per_minute=60))
-    allowance.take(70, 0)
-    waits = [refusal(allowance, 1, now / 10).retry_after_s for now in range(100)]
-    assert waits == sorted(waits, reverse=True) and waits[0] == 11 and waits[-1] == 1
-    allowance.enter(1, 10.01)
-
-
 def test_over_a_minute_no_more_than_two_buckets_and_what_ran() -> None:
     allowance, let_in = Allowance(KeyLimits(max_tokens_per_minute=600)), 0
     for tick in range(600):  # ten a second, of 50 tokens each

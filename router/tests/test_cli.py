@@ -177,31 +177,6 @@ async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert client.is_closed
 
 
-async def test_shards_that_are_still_loading_are_awaited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gRPC by itself would connect once a second at first, and stop after a minute."""
-    client = FakeClient()
-    monkeypatch.setattr(services, "ShardedClient", client)
-    write_tokenizer(tmp_path)
-    path = tmp_path / "shard-0"
-
-    async def connect(path: str, answer_s: float) -> FakeClient:
-        assert Path(path).exists()
-        return client
-
-    async def sleep(seconds: float) -> None:
-        path.touch()
-
-    monkeypatch.setattr(client, "connect", connect)
-    monkeypatch.setattr(services.asyncio, "sleep", sleep)
-    config = RouterConfig(
-        tokenizer_name=str(tmp_path), master_shard_uds_path=str(path), await_shards=True
-    )
-    async with services.start(config):
-        assert client.methods == ["clear", "info", "warmup"]
-
-
 @pytest.mark.parametrize(
     ("fails_at", "sentence"),
     [

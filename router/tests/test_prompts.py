@@ -1,12 +1,11 @@
 """The results of prompts have bounds, for any number and length of prompts."""
 
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.openai import chat, completions, stream
+from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.validation import GenerateParameters
@@ -26,21 +25,6 @@ def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.Monkey
         entries.add(1)
     none = PromptEntries(GenerateParameters(inputs="", top_n_tokens=2), 128, "logprobs")
     none.add(10**9)
-
-
-class MadeBy:
-    """Notes which thread makes the answer of a route."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-        self.by: threading.Thread | None = None
-        module = completions if path == PATH else chat
-        tell = stream.prompt_logprobs
-
-        def noted(*given: Any) -> Any:
-            self.by = threading.current_thread()
-            return tell(*given)
-
-        monkeypatch.setattr(module, "prompt_logprobs", noted)
 
 
 @pytest.fixture

@@ -102,37 +102,6 @@ async def events_of(lines: AsyncIterator[str]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data:")) async for line in lines if line]
 
 
-async def test_running_streams_end_and_newcomers_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 60}}
-    async with until_it_ends(tmp_path, monkeypatch) as it:
-        async with it.client.stream("POST", "/generate_stream", json=request) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            whole = asyncio.create_task(it.client.post("/generate", json=request))
-            while len(it.shards.rows) < 2:
-                await asyncio.sleep(0.005)
-            await it.stop()
-            for path in ("/generate", "/generate_stream", "/health", "/v2/health/ready"):
-                method = "GET" if "health" in path else "POST"
-                refused = await it.client.request(method, path, json=request)
-                assert refused.status_code == 503
-                assert int(refused.headers["retry-after"]) >= 1
-                told = {"error": SHUTTING_DOWN, "error_type": "shutting_down"}
-                assert refused.json() == told
-            for path in ("/v1/chat/completions", "/v1/messages"):
-                refused = await it.client.post(path, json={})
-                assert refused.status_code == 503
-                assert refused.json()["error"]["message"] == SHUTTING_DOWN
-            metrics = (await it.client.get("/metrics")).text
-            assert "tgi_batch_current_size 2" in metrics
-            rest = await events_of(lines)
-        assert rest[-1]["generated_text"] == "hello " * 10
-        assert (await whole).json()["generated_text"] == "hello " * 10
-    assert it.code == 0
-
-
 async def test_late_requests_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"graceful_termination_timeout": 1.0}
     async with until_it_ends(tmp_path, monkeypatch, **options) as it:

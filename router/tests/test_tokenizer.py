@@ -138,13 +138,6 @@ def test_plain_text_is_whole_characters_of_text() -> None:
             assert tokenizer.plain_text(token_id) == (text if is_plain else None), (name, token_id)
 
 
-async def test_short_texts_are_encoded_at_once() -> None:
-    encoding = TOKENIZERS["byte_level"].encode("word " * 20)
-    with pytest.raises(StopIteration) as ended:
-        encoding.send(None)
-    assert ended.value.value == await TOKENIZERS["byte_level"].encode("word " * 20)
-
-
 async def test_encode() -> None:
     fast = byte_level()
     fast.post_processor = processors.TemplateProcessing(

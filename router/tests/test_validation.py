@@ -1,7 +1,7 @@
 """Every rule, its sentence, and the order in which they are tried."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +97,16 @@ REFUSED = [
         "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
     ),
     ({"grammar": Grammar("regex", "a")}, "grammar is not supported"),
+    ({"input_ids": ()}, "`inputs` cannot be empty"),
+    ({"input_ids": (1,) * 10}, "`inputs` must have less than 9 tokens. Given: 10"),
+    (
+        {"input_ids": (1, 258)},
+        "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. Given: 258",
+    ),
+    (
+        {"input_ids": (-1,)},
+        "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. Given: -1",
+    ),
 ]
 
 
@@ -116,6 +126,27 @@ async def test_first_failing_rule_is_told(validation: Validation) -> None:
         del asked[expected]
 
 
+@pytest.mark.parametrize(
+    ("asked", "ids"),
+    [
+        ({}, (BOS_ID, *script_of("ab"))),
+        ({"inputs": "abcdefghijklmnopqrstuvwxyz", "truncate": 3}, script_of("xyz")),
+        ({"inputs": "abcdefghijkl", "truncate": -1, "max_new_tokens": 5}, script_of("fghijkl")),
+        ({"inputs": "", "input_ids": (0, 257, 5)}, (0, 257, 5)),
+        ({"inputs": "", "input_ids": (0, 257, 5), "truncate": 2}, (257, 5)),
+    ],
+)
+async def test_prompts_and_defaults(
+    validation: Validation, asked: dict[str, object], ids: Sequence[int]
+) -> None:
+    request = await validate(validation, **asked)
+    assert request.input_ids == tuple(ids)
+    assert request.stopping.max_new_tokens == asked.get("max_new_tokens", 12 - len(ids))
+    assert request.top_n_tokens == 0 and not request.sampling.is_sampling
+    assert (await validate(validation, **asked)).sampling.seed != request.sampling.seed
+    assert (await validate(validation, seed=2**64 - 1, **asked)).sampling.seed == 2**64 - 1
+
+
 async def test_limits_are_inclusive(validation: Validation) -> None:
     request = await validate(
         validation,
@@ -133,52 +164,6 @@ async def test_limits_are_inclusive(validation: Validation) -> None:
     assert len(request.input_ids) == 9
     assert request.stopping.max_new_tokens == 3
     assert request.sampling.logit_bias == ((257, -100.0),)
-
-
-async def test_defaults(validation: Validation) -> None:
-    request = await validate(validation)
-    assert request.input_ids == (BOS_ID, *script_of("ab"))
-    assert request.stopping.max_new_tokens == 9, "all that fits"
-    assert request.top_n_tokens == 0
-    assert not request.sampling.is_sampling
-    assert request.sampling.top_p == request.sampling.typical_p == 1.0
-
-
-async def test_truncate_keeps_the_last_ids(validation: Validation) -> None:
-    request = await validate(validation, inputs="abcdefghijklmnopqrstuvwxyz", truncate=3)
-    assert request.input_ids == tuple(script_of("xyz"))
-    assert request.stopping.max_new_tokens == 9
-
-
-async def test_a_prompt_of_ids_needs_no_text(validation: Validation) -> None:
-    request = await validate(validation, inputs="", input_ids=(0, 257, 5))
-    assert request.input_ids == (0, 257, 5), "nothing is put before it"
-    assert request.stopping.max_new_tokens == 9
-    assert (await validate(validation, input_ids=(0, 257, 5), truncate=2)).input_ids == (257, 5)
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "sentence"),
-    [
-        ((), "`inputs` cannot be empty"),
-        ((1, 258), "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. "),
-        ((-1,), "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. "),
-        ((1,) * 10, "`inputs` must have less than 9 tokens. Given: 10"),
-        ((1,) * 12, "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 12"),
-    ],
-)
-async def test_prompts_of_ids_that_are_refused(
-    validation: Validation, input_ids: tuple[int, ...], sentence: str
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        await validate(validation, inputs="text", input_ids=input_ids)
-    assert str(caught.value).startswith(sentence)
-
-
-async def test_seed_is_kept_or_drawn(validation: Validation) -> None:
-    assert (await validate(validation, seed=2**64 - 1)).sampling.seed == 2**64 - 1
-    drawn = {(await validate(validation)).sampling.seed for _ in range(4)}
-    assert len(drawn) == 4
 
 
 async def test_a_grammar_needs_room_for_its_shortest_text(tmp_path: Path) -> None:
@@ -251,8 +236,3 @@ async def test_deterministic_is_refused_where_it_can_not_be_kept(validation: Val
     validation.limits = replace(LIMITS, is_deterministic=False)
     with pytest.raises(ValidationError, match="`deterministic` can not be kept"):
         await validate(validation, deterministic=True)
-
-
-async def test_all_that_fits_is_kept(validation: Validation) -> None:
-    request = await validate(validation, "abcdefghijkl", truncate=-1, max_new_tokens=5)
-    assert list(request.input_ids) == script_of("fghijkl")

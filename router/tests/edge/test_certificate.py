@@ -28,11 +28,6 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(certificate), str(key)
 
 
-def replace_with(files: tuple[str, str], others: tuple[Path, Path]) -> None:
-    for path, other in zip(files, others, strict=True):
-        os.replace(other, path)
-
-
 def unverified() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

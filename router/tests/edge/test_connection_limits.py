@@ -258,18 +258,6 @@ async def test_all_unfinished_bodies_together(tmp_path: Path) -> None:
             talk.writer.close()
 
 
-async def test_a_body_counts_no_longer_than_it_is_unfinished(server: Server) -> None:
-    for _ in range(8):
-        talk = await Talk.to(server, of_body(asking(1) + b" " * 200_000))
-        assert (await talk.answer())[0] == 200
-        talk.writer.close()
-        left = await Talk.to(server, POST + b"Content-Length: 200000\r\n\r\n" + b" " * 190_000)
-        await left.writer.drain()
-        left.writer.close()
-        await left.writer.wait_closed()
-    assert refused(server, "bodies") == 0
-
-
 async def test_without_a_key_the_body_is_thrown_away(tmp_path: Path) -> None:
     async with serve(tmp_path, limits=LIMITS, api_key=("k",)) as server:
         short = await Talk.to(server, of_body(b" " * 300_000))
@@ -322,20 +310,6 @@ async def test_pipelined_requests_are_answered_in_order_up_to_a_number(server: S
     assert answers.count(b"HTTP/1.1 200 ") == 1 + LIMITS.num_pipelined
     assert answers.count(b"connection: close") == 1
     assert refused(server, "pipelined") == 1
-
-
-async def test_pipelined_requests_end_with_their_client(
-    server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    server.shards.delay_s = 0.01
-    talk = await Talk.to(server, of_body(asking(4000)) * 3)
-    while not server.shards.rows:
-        await asyncio.sleep(0.005)
-    talk.writer.close()
-    await server.settle()
-    assert server.services.metrics.request_count.value() == 1
-    assert not caplog.text
 
 
 def test_limits_follow_the_payload_limit() -> None:
