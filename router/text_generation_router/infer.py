@@ -14,15 +14,12 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import (
-    AbstractContextManager,
     ExitStack,
     asynccontextmanager,
     contextmanager,
-    nullcontext,
     suppress,
 )
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from text_generation_router.callers import ANYBODY, Caller, Permits
@@ -219,17 +216,12 @@ class Infer:
         if self._is_admitted:
             yield
             return
-        allowance = self._caller.allowance
-        if allowance is None:
-            with self._permits.taken(num):
-                yield
-            return
-        allowance.enter(num, time.perf_counter())
-        try:
-            with self._permits.taken(num):
-                yield
-        finally:
-            allowance.leave(num)
+        with ExitStack() as stack:
+            if (allowance := self._caller.allowance) is not None:
+                allowance.enter(num, time.perf_counter())
+                stack.callback(allowance.leave, num)
+            stack.enter_context(self._permits.taken(num))
+            yield
 
     def _refuse(self, error: RouterError) -> None:
         """Counts and logs a request that never started."""
@@ -283,30 +275,26 @@ class Infer:
 
 
 class TimeLimits:
-    """Ends entries that exceed their time. No cost without a limit."""
+    """Ends entries that exceed their time."""
 
     def __init__(self, batcher: Batcher, max_queue_wait_s: float | None = None) -> None:
         self._batcher = batcher
         self._max_queue_wait_s = max_queue_wait_s
 
-    def over(
-        self, entries: Sequence[Entry], deadline: Deadline | None
-    ) -> AbstractContextManager[None]:
-        """In the block, the limits apply to these entries of one prompt."""
-        if deadline is None and self._max_queue_wait_s is None:
-            return nullcontext()
-        return self._over(entries, deadline)
-
     @contextmanager
-    def _over(self, entries: Sequence[Entry], deadline: Deadline | None) -> Iterator[None]:
-        with ExitStack() as stack:
-            if deadline is not None:
-                stack.enter_context(deadline.ends(partial(self._end, entries, deadline)))
-            if (seconds := self._max_queue_wait_s) is not None:
-                loop = asyncio.get_running_loop()
-                timer = loop.call_later(seconds, self._refuse, entries, seconds)
-                stack.callback(timer.cancel)
+    def over(self, entries: Sequence[Entry], deadline: Deadline | None) -> Iterator[None]:
+        """In the block, the limits apply to these entries of one prompt."""
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+        if deadline is not None:
+            timers.append(loop.call_at(deadline.at, self._end, entries, deadline))
+        if (seconds := self._max_queue_wait_s) is not None:
+            timers.append(loop.call_later(seconds, self._refuse, entries, seconds))
+        try:
             yield
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     async def begun(self, entry: Entry, deadline: Deadline | None) -> None:
         """If time is limited, waits until the entry has an output, so that a refusal comes before
