@@ -16,7 +16,6 @@ import pytest
 import uvloop
 from text_generation_router import cli
 from text_generation_router.config import RouterConfig
-from text_generation_router.scheduler import watch
 from text_generation_router.server import bind, multiplied
 from text_generation_router.services import Services, StartError
 from text_generation_router.state import ServerState
@@ -24,7 +23,6 @@ from text_generation_router.state import ServerState
 from router.tests.serving import ScriptedShards, assemble_scripted
 
 LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
-SHUTTING_DOWN = "The server is shutting down; send the request to another"
 
 
 @pytest.fixture(autouse=True)
@@ -140,33 +138,6 @@ async def test_a_client_that_does_not_read_delays_the_end_by_a_second(
                 await asyncio.sleep(0.05)
             assert asyncio.get_running_loop().time() - began < 2
     assert it.code == 1
-
-
-async def test_shards_that_are_replaced_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with until_it_ends(tmp_path, monkeypatch) as it:
-
-        async def wait_for(state: str, status: int) -> None:
-            async with asyncio.timeout(5):
-                while (answer := await it.client.get("/readyz")).json()["state"] != state:
-                    await asyncio.sleep(0.02)
-                assert answer.status_code == status
-
-        await wait_for("ready", 200)
-        monkeypatch.setattr(watch.WatchedShards, "is_down", True)
-        await wait_for("degraded", 503)
-        assert (await it.client.get("/livez")).status_code == 200
-        monkeypatch.setattr(watch.WatchedShards, "is_down", False)
-        await wait_for("ready", 200)
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert it.code == 0
-
-
-async def test_an_idle_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with until_it_ends(tmp_path, monkeypatch) as it:
-        os.kill(os.getpid(), signal.SIGINT)
-    assert it.code == 0
 
 
 def test_several_connections_are_accepted_in_one_turn() -> None:

@@ -253,14 +253,9 @@ async def test_a_llama_tokenizer_adds_what_its_settings_say(
     assert list((await tokenizer.encode("ab", add_special_tokens=False)).ids) == plain
 
 
-VALUES = (None, "x", ["x"], {"x": 1}, {"x": {"special": True}}, [], -1, 10**40, True)
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", [None, ["x"], {"x": {"special": True}}, -1], ids=repr)
 def test_wrong_settings_work_or_are_one_sentence(value: object, tmp_path: Path) -> None:
-    names = ("tokenizer_class", "bos_token", "eos_token", "pad_token", "add_bos_token")
-    lists = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
-    for name in (*names, *lists, "add_eos_token", "chat_template", "model_max_length"):
+    for name in ("bos_token", "added_tokens_decoder", "extra_special_tokens", "chat_template"):
         given = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", name: value}
         save(byte_level(), tmp_path, tokenizer_config=given)
         try:

@@ -64,13 +64,6 @@ def test_what_was_not(encoding: str, compressed: bytes, words: str) -> None:
         inflated(compressed, encoding, 1000)
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-async def test_routes_take_them(server: Server, name: str) -> None:
-    encoding, compressed = COMPRESSED[name]
-    response = await server.client.post("/generate", content=compressed, headers=headers(encoding))
-    assert response.json() == {"generated_text": "h"}
-
-
 async def test_refusals(server: Server) -> None:
     limit = server.services.config.payload_limit
     cases = [
