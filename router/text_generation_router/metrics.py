@@ -102,26 +102,12 @@ class Counter(_Metric):
             yield self._sample(total, label_value)
 
 
-class Reading(_Metric):
-    """A number that only grows and is counted elsewhere: `read` returns it."""
-
-    kind = "counter"
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description)
-        self.read: Callable[[], int] = int
-
-    def samples(self) -> Iterator[str]:
-        yield self._sample(self.read(), "")
-
-
 class Gauge(_Metric):
-    """A number that goes up and down."""
+    """A number that goes up and down; of another kind, one that is counted elsewhere."""
 
-    kind = "gauge"
-
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, kind: str = "gauge") -> None:
         super().__init__(description)
+        self.kind = kind
         self.value: float = 0
         """The present reading."""
 
@@ -151,13 +137,10 @@ class Histogram(_Metric):
         description: str,
         bounds: Sequence[float],
         label: Label = _NO_LABEL,
-        *,
-        zero: float = 0.0,
     ) -> None:
-        """`zero`: where the sum begins; of whole numbers it is one, if this is an int."""
         super().__init__(description, label)
         self._bounds = tuple(bounds)
-        self._series = {v: _Distribution([0] * (len(bounds) + 1), zero) for v in label.values}
+        self._series = {v: _Distribution([0] * (len(bounds) + 1), 0.0) for v in label.values}
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
@@ -191,7 +174,7 @@ class Summary(_Metric):
 
     def __init__(self, description: str, bounds: Sequence[float]) -> None:
         super().__init__(description)
-        self._all = Histogram(description, bounds, zero=0)
+        self._all = Histogram(description, bounds)
         self._recent: deque[float] = deque(maxlen=1024)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -264,7 +247,11 @@ class Metrics:
         # The usual metrics of a process: CPU, memory, file descriptors, start time.
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        self.log_lines_dropped = Reading("Log lines dropped because they were not read in time")
+        self.log_lines_dropped = Gauge(
+            "Log lines dropped because they were not read in time", kind="counter"
+        )
+        self.num_lines_dropped: Callable[[], int] = int
+        """Read when the page is."""
         for name, metric in self._families():
             metric.name = f"tgi_{name}"
 
@@ -300,6 +287,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """All series in Prometheus' text format (`CONTENT_TYPE`)."""
+        self.log_lines_dropped.set(self.num_lines_dropped())
         lines = (line for _, family in self._families() for line in family.render())
         ours = "".join(f"{line}\n" for line in lines).encode()
         return ours + generate_latest(self._process)

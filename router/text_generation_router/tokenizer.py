@@ -2,7 +2,6 @@
 
 import asyncio
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,9 +52,9 @@ class Tokenizer:
         # Caches with at most one entry per id.
         self._bytes_of: dict[int, bytes] = {}
         self._plain_text_of: dict[int, str | None] = {}
-        decoders = set(_kinds(tokenizer.decoder))
-        self._is_byte_level = "ByteLevel" in decoders
-        self._has_byte_fallback = "ByteFallback" in decoders
+        decoders = str(tokenizer.decoder and tokenizer.decoder.__getstate__())
+        self._is_byte_level = '"ByteLevel"' in decoders
+        self._has_byte_fallback = '"ByteFallback"' in decoders
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """The largest id + 1."""
@@ -214,15 +213,6 @@ def _checked(text: str) -> str:
     """The text. Raises UnicodeEncodeError, a ValueError, where the library raises TypeError."""
     text.encode()
     return text
-
-
-def _kinds(decoder: Any) -> Iterator[str]:
-    """The types of a decoder, or of the members of a sequence."""
-    pending = [] if decoder is None else [json.loads(decoder.__getstate__())]
-    while pending:
-        part = pending.pop()
-        yield part["type"]
-        pending += part.get("decoders", ())
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -32,11 +32,7 @@ def inflated(compressed: bytes | bytearray, encoding: str, limit: int) -> bytes:
 
     Raises InflateError and InflatesTooFarError.
     """
-    window = zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS
-    # Some clients send a raw deflate stream, although HTTP means zlib's format.
-    if encoding == "deflate" and not _has_zlib_header(compressed):
-        window = -zlib.MAX_WBITS
-    stream = zlib.decompressobj(window)
+    stream = zlib.decompressobj(zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS)
     try:
         made = stream.decompress(compressed, limit + 1)
     except zlib.error as error:
@@ -48,10 +44,6 @@ def inflated(compressed: bytes | bytearray, encoding: str, limit: int) -> bytes:
     if stream.unused_data:
         raise InflateError(f"something follows its {encoding} stream")
     return made
-
-
-def _has_zlib_header(stream: bytes | bytearray) -> bool:
-    return len(stream) >= 2 and stream[0] & 15 == 8 and (stream[0] << 8 | stream[1]) % 31 == 0
 
 
 def is_too_costly(text: bytes | bytearray) -> bool:
