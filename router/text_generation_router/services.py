@@ -74,7 +74,6 @@ class Services:
     metrics: Metrics
     batcher: Batcher
     infer: Infer
-    grammars: GrammarCompiler
     chat: ChatService
     templates: TemplateWorkers
     # One thread: several would compete with the event loop for the interpreter.
@@ -217,7 +216,6 @@ def assemble(
         metrics=metrics,
         batcher=batcher,
         infer=infer,
-        grammars=grammars,
         chat=_chat_service(config, tokenizer, infer, workers),
         templates=workers,
         large_bodies=Executor("large-bodies", 1, most_waiting=config.max_concurrent_requests),
