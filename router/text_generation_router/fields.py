@@ -2,6 +2,7 @@
 that are refused."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -105,13 +106,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 MOST_TOP_LOGPROBS = 20
 
 
-def _none_empty(stops: str | list[str]) -> str | list[str]:
+def none_empty(stops: str | Sequence[str]) -> str | Sequence[str]:
+    """Checks stop strings."""
     if "" in ([stops] if isinstance(stops, str) else stops):
         raise ValueError("a stop string must not be empty")
     return stops
 
 
-Stop = Annotated[str | Items[str], AfterValidator(_none_empty)]
+Stop = Annotated[str | Items[str], AfterValidator(none_empty)]
 
 
 class Body(BaseModel):

@@ -14,8 +14,8 @@ def test_the_rate_counts_the_tokens_of_this_run(monkeypatch):
 
 def test_a_bar_is_for_terminals(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with bar(Tally(3), io.StringIO()) as draw:
-        assert draw is None
+    with bar(Tally(3), io.StringIO()) as is_drawn:
+        assert not is_drawn
 
 
 def test_a_bar_shows_the_counts():
@@ -24,9 +24,8 @@ def test_a_bar_shows_the_counts():
             return True
 
     terminal, tally = Terminal(), Tally(3)
-    with bar(tally, terminal) as draw:
-        tally.done, tally.failed, tally.tokens = 2, 1, 30
-        draw()
-        tally.done = 3
+    with bar(tally, terminal) as is_drawn:
+        assert is_drawn
+        tally.done, tally.failed, tally.tokens = 3, 1, 30
     assert "3/3" in terminal.getvalue()
     assert "tokens/s, 1 failed" in terminal.getvalue()

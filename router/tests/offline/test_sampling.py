@@ -84,7 +84,7 @@ def test_grammars(given, kind, source):
         ({"stop": [1]}, "`stop"),
         ({"stop_token_ids": 5}, "`stop_token_ids`"),
         ({"logit_bias": [(1, 1.0)]}, "`logit_bias`"),
-        ({"logit_bias": {-1: 1.0}}, "keys must be token ids"),
+        ({"logit_bias": {-1: 1.0}}, "`logit_bias`: Input should be greater"),
         ({"ignore_eos": 1}, "`ignore_eos`"),
         ({"regex": "a", "lark": "b"}, "exclude each other"),
     ],

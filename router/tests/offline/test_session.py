@@ -77,16 +77,9 @@ def test_an_invalid_option_is_an_error_before_anything_starts(given, expected):
 
 
 @pytest.mark.parametrize("value", [1, None])
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("nonsense", "LLM has no option `nonsense`; see `help"),
-        ("max_batch_sise", "no option `max_batch_sise`; did you mean `max_batch_size`"),
-        ("launcher_fd", "no option `launcher_fd`"),
-    ],
-)
-def test_an_unknown_option_is_an_error(name, value, expected):
-    with pytest.raises(TypeError, match=expected):
+@pytest.mark.parametrize("name", ["nonsense", "launcher_fd"])
+def test_an_unknown_option_is_an_error(name, value):
+    with pytest.raises(TypeError, match=f"LLM has no option `{name}`; see `help"):
         sort_options(None, {name: value})
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,6 @@ from text_generation_router.offline.progress import Tally, bar
 from text_generation_router.services import Services, StartError, start
 
 SOME_FAILED = 3
-_DRAW_EVERY_S = 0.2
 _LOG_EVERY_S = 10.0
 # No request is refused because the queue is full.
 _NO_LIMIT = 2**31 - 1
@@ -369,20 +368,18 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
 async def _answer(batch: Batch, tally: Tally) -> None:
     """Runs the batch and shows its progress."""
 
-    async def show(draw: Callable[[], None] | None) -> None:
+    async def log() -> None:
         while True:
-            if draw is not None:
-                draw()
-            else:
-                logger.info("%d of %d requests, %s", tally.done, tally.total, tally.rate)
-            await asyncio.sleep(_LOG_EVERY_S if draw is None else _DRAW_EVERY_S)
+            logger.info("%d of %d requests, %s", tally.done, tally.total, tally.rate)
+            await asyncio.sleep(_LOG_EVERY_S)
 
-    with bar(tally, sys.stderr) as draw:
-        showing = asyncio.create_task(show(draw))
+    with bar(tally, sys.stderr) as is_drawn:
+        logging_task = None if is_drawn else asyncio.create_task(log())
         try:
             await batch.run(tally)
         finally:
-            showing.cancel()
+            if logging_task is not None:
+                logging_task.cancel()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation in OpenAI's form: `[{"role": "user", "content": "…"}]`."""
 
 _T = TypeVar("_T")
-_DRAW_EVERY_S = 0.1
 _CLOSED_MEANWHILE = "the LLM was closed while it was generating"
 _MESSAGES = TypeAdapter(list[MessageBody])
 _TOOLS = TypeAdapter(list[ToolBody])
@@ -184,8 +183,8 @@ class LLM:
 
     def _run(self, jobs: Sequence[Job], progress: bool) -> list[RequestOutput]:
         bulk, tally = Bulk(self._services()), Tally(len(jobs))
-        with bar(tally, sys.stderr) if progress else nullcontext() as draw:
-            return self._wait_for(partial(bulk.run, jobs, tally), draw)
+        with bar(tally, sys.stderr) if progress else nullcontext():
+            return self._wait_for(partial(bulk.run, jobs, tally))
 
     def _services(self) -> Services:
         """The running services. Raises LLMError if the model has ended."""
@@ -195,18 +194,13 @@ class LLM:
             raise LLMError(f"the model has ended: {self._process.last_words()}")
         return self._started
 
-    def _wait_for(
-        self, work: Callable[[], Awaitable[_T]], draw: Callable[[], None] | None = None
-    ) -> _T:
+    def _wait_for(self, work: Callable[[], Awaitable[_T]]) -> _T:
         try:
             running = self._portal.start_task_soon(work)
         except RuntimeError as error:  # it was closed a moment ago
             raise LLMError("this LLM is closed: create another") from error
         self._calls.add(running)
         try:
-            while draw is not None and not running.done():
-                draw()
-                wait([running], _DRAW_EVERY_S)
             results = running.result()
         except CancelledError as error:
             raise LLMError(_CLOSED_MEANWHILE) from error

@@ -1,12 +1,12 @@
 """The progress of a run: counters, a bar for terminals and notebooks."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 
@@ -31,26 +31,26 @@ class Tally:
         return f"{self.tokens / elapsed_s:,.0f} tokens/s{failed}"
 
 
+class _Bar(Progress):
+    """Shows a tally whenever its own thread draws."""
+
+    def __init__(self, tally: Tally, console: Console) -> None:
+        self._tally = tally
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        rate = TextColumn("{task.fields[tally].rate}")
+        is_drawn = console.is_terminal or console.is_jupyter
+        super().__init__(*columns, rate, console=console, disable=not is_drawn)
+        self.add_task("requests", total=tally.total, tally=tally)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar with the present counts."""
+        for task in self.task_ids:
+            self.update(task, completed=self._tally.done)
+        return super().get_renderables()
+
+
 @contextmanager
-def bar(tally: Tally, file: TextIO) -> Iterator[Callable[[], None] | None]:
-    """A bar during the block, drawn by a call of what is yielded; None outside of terminals and
-    notebooks."""
-    console = Console(file=file)
-    if not (console.is_terminal or console.is_jupyter):
-        yield None
-        return
-    columns = (
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("requests", total=tally.total, completed=tally.done, rate="")
-
-        def draw() -> None:
-            progress.update(task, completed=tally.done, rate=tally.rate)
-
-        try:
-            yield draw
-        finally:
-            draw()
+def bar(tally: Tally, file: TextIO) -> Iterator[bool]:
+    """A bar during the block, on terminals and in notebooks; yields whether there is one."""
+    with _Bar(tally, Console(file=file)) as progress:
+        yield not progress.disable

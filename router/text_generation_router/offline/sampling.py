@@ -1,56 +1,30 @@
 """The parameters of a generation, with the names of vLLM and OpenAI."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import orjson
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError, create_model
 
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     Body,
+    Float32,
     Fraction,
-    Items,
-    LogitBias,
     NumSequences,
     Penalty,
     Positive,
     Seed,
-    Stop,
     Temperature,
     TopK,
     TypicalP,
     Uint32,
     drawing,
+    none_empty,
 )
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
-
-
-class _Checked(Body):
-    """Validates `SamplingParams`; fields of OpenAI's routes are validated as there."""
-
-    frequency_penalty: Penalty | None
-    presence_penalty: Penalty | None
-    logit_bias: LogitBias | None
-    n: NumSequences | None
-    seed: Seed | None
-    stop: Stop | None
-    temperature: Temperature | None
-    top_p: Fraction | None
-    repetition_penalty: Positive | None
-    top_k: TopK | None
-    typical_p: TypicalP | None
-    deterministic: bool | None
-    max_tokens: Uint32 | None
-    min_tokens: Uint32
-    min_p: Fraction
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    stop_token_ids: Items[Uint32]
-    logprobs: Uint32 | None
-    prompt_logprobs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,33 +34,33 @@ class SamplingParams:
     At most one of `json_schema`, `regex` and `lark` may be set; the text then follows it.
     """
 
-    n: int = 1
+    n: NumSequences = 1
     """Answers to the prompt, whose prefill is computed once."""
-    max_tokens: int | None = 16
+    max_tokens: Uint32 | None = 16
     """None: as many as the context allows."""
-    min_tokens: int = 0
-    temperature: float = 1.0
+    min_tokens: Uint32 = 0
+    temperature: Temperature = 1.0
     """0: always the most likely token."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Fraction = 1.0
+    top_k: TopK = 0
     """0 or -1: all tokens."""
-    typical_p: float = 1.0
-    min_p: float = 0.0
+    typical_p: TypicalP = 1.0
+    min_p: Fraction = 0.0
     """Only tokens with at least this share of the best token's probability."""
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
+    repetition_penalty: Positive = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Mapping[Uint32, Float32] | None = None
+    seed: Seed | None = None
     """Answer i uses seed + i; None: a random seed."""
-    stop: str | Sequence[str] = ()
+    stop: Annotated[str | Sequence[str], AfterValidator(none_empty)] = ()
     """The text ends before the first of these."""
     include_stop_str_in_output: bool = False
     """The text ends after the stop string instead."""
     ignore_eos: bool = False
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[Uint32] = ()
     """Tokens that end the text, in addition to the model's own."""
-    logprobs: int | None = None
+    logprobs: Uint32 | None = None
     """The number of most likely tokens at each position, in addition to the chosen token."""
     prompt_logprobs: bool = False
     """Compute the log-probabilities of the prompt's tokens."""
@@ -97,29 +71,35 @@ class SamplingParams:
     lark: str | None = None
 
     def __post_init__(self) -> None:
-        self._checked()
-        self._grammar()
+        self.to_parameters()
 
     def to_parameters(self) -> GenerateParameters:
         """The router's parameters, without a prompt."""
-        checked = self._checked()
-        drawn = drawing(checked.temperature, checked.top_p, checked.top_k, checked.typical_p)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        try:
+            checked = dict(_Checked.model_validate(given))
+        except ValidationError as error:
+            raise ValueError(complaint(error)) from None
+        stop, seed = checked["stop"], checked["seed"]
+        drawn = drawing(
+            checked["temperature"], checked["top_p"], checked["top_k"], checked["typical_p"]
+        )
         return GenerateParameters(
             inputs="",
             **drawn,
-            frequency_penalty=checked.frequency_penalty,
-            presence_penalty=checked.presence_penalty,
-            repetition_penalty=checked.repetition_penalty,
-            logit_bias=tuple((int(key), bias) for key, bias in (checked.logit_bias or {}).items()),
-            stop=(checked.stop,) if isinstance(checked.stop, str) else tuple(checked.stop or ()),
-            seed=None if checked.seed is None else checked.seed % 2**64,
+            frequency_penalty=checked["frequency_penalty"],
+            presence_penalty=checked["presence_penalty"],
+            repetition_penalty=checked["repetition_penalty"],
+            logit_bias=tuple((checked["logit_bias"] or {}).items()),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            seed=None if seed is None else seed % 2**64,
             keeps_stop_sequence=False,
             most_top_n_tokens=MOST_TOP_LOGPROBS,
-            deterministic=bool(checked.deterministic),
+            deterministic=self.deterministic,
             max_new_tokens=self.max_tokens,
             min_new_tokens=self.min_tokens,
             num_unstopped_tokens=self.min_tokens,
-            min_p=(checked.min_p or None) if drawn["do_sample"] else None,
+            min_p=(checked["min_p"] or None) if drawn["do_sample"] else None,
             ignore_eos_token=self.ignore_eos,
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             includes_stop=self.include_stop_str_in_output,
@@ -127,21 +107,6 @@ class SamplingParams:
             decoder_input_details=self.prompt_logprobs,
             grammar=self._grammar(),
         )
-
-    def _checked(self) -> _Checked:
-        given = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name in _Checked.model_fields
-        }
-        given["stop"] = _listed(self.stop)
-        given["stop_token_ids"] = _listed(self.stop_token_ids)
-        if isinstance(self.logit_bias, Mapping):
-            given["logit_bias"] = {str(key): bias for key, bias in self.logit_bias.items()}
-        try:
-            return _Checked.model_validate(given)
-        except ValidationError as error:
-            raise ValueError(complaint(error)) from None
 
     def _grammar(self) -> Grammar | None:
         schema = self.json_schema
@@ -155,10 +120,8 @@ class SamplingParams:
         return grammars[0] if grammars else None
 
 
-def _listed(given: Any) -> Any:
-    """An iterable as a list; text and other values unchanged."""
-    is_list = isinstance(given, Iterable) and not isinstance(given, str)
-    return list(given) if is_list else given
+_HINTS: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
+_Checked = create_model("_Checked", __base__=Body, **{key: (_HINTS[key], ...) for key in _HINTS})
 
 
 def complaint(error: ValidationError, within: str = "") -> str:

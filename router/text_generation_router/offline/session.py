@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,7 @@ def sort_options(
     router: dict[str, Any] = {}
     for name, value in {"model_id": model, **given}.items():
         if name not in options:
-            near = get_close_matches(name, sorted(known), 1)
-            hint = f"did you mean `{near[0]}`?" if near else "see `help(LLM)`"
-            raise TypeError(f"LLM has no option `{name}`; {hint}")
+            raise TypeError(f"LLM has no option `{name}`; see `help(LLM)`")
         if value is None:
             continue
         if name not in known:
