@@ -1,86 +1,97 @@
 """Which child is named when several have ended."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
-from text_generation_launcher.failures import (
-    End,
-    Kind,
-    first_failure,
-    grouped,
-    kind_of,
-    may_follow_another,
-)
+from text_generation_launcher import failures
+from text_generation_launcher.failures import CAUSE_S, diagnose, grouped
+
+from launcher.tests.fakes import FakeLog
 
 KILL, SEGV = -signal.SIGKILL, -signal.SIGSEGV
-ROUTER = -1
+ROUTER = 3
 
 
-def ends(*given: tuple[int, int, int]) -> list[End]:
-    """Ends of three shards and the router, from (rank, exit code, number of the look)."""
-    return [
-        End(
-            f"shard {rank}" if rank != ROUTER else "the router",
-            code,
-            kind_of(code, 3) if rank != ROUTER else Kind.NOT_A_SHARD,
-            rank,
-            seen,
-        )
-        for rank, code, seen in given
-    ]
+def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
+    """The sentence, the log and the seconds waited; shards and router end with (rank, exit code,
+    seconds after the first end)."""
+    clock = SimpleNamespace(now=0.0)
+    ends = {rank: (code, after_s) for rank, code, after_s in given}
+
+    class Child:
+        is_stopped = False
+
+        def __init__(self, rank: int) -> None:
+            self.name = "the router" if rank == ROUTER else f"shard {rank}"
+            self._code, self._after_s = ends.get(rank, (0, 1e9))
+            self.last_words = lambda: (self.name,)
+            self.drain = lambda: None
+
+        @property
+        def is_alive(self) -> bool:
+            return clock.now < self._after_s
+
+        @property
+        def returncode(self) -> int | None:
+            return None if self.is_alive else self._code
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    log = FakeLog()
+    shards = [Child(rank) for rank in range(num_shards)]
+    died = diagnose(shards, Child(ROUTER), wait, log, was_ready=False)  # type: ignore[arg-type]
+    return str(died), log.lines, clock.now
 
 
 @pytest.mark.parametrize(
     "given, expected",
     [
         # A killed child is the cause, even if another end was noticed first.
-        ([(0, 3, 0), (1, KILL, 5)], "shard 1"),
-        ([(0, 1, 0), (2, SEGV, 1)], "shard 2"),
-        ([(ROUTER, KILL, 0), (1, KILL, 3)], "shard 1"),
+        ([(0, 3, 0), (1, KILL, 0.3)], "shard 1"),
+        ([(0, 1, 0), (2, SEGV, 0.1)], "shard 2"),
+        ([(ROUTER, KILL, 0), (1, KILL, 0.3)], "shard 1"),
         # Then in order: failed by itself, exit code 0, ended because of another shard, the router.
-        ([(0, 3, 0), (1, 0, 0), (2, 1, 2)], "shard 2"),
-        ([(0, 3, 0), (1, 0, 2), (ROUTER, 1, 0)], "shard 1"),
-        ([(ROUTER, 1, 0), (2, 3, 4)], "shard 2"),
+        ([(0, 3, 0), (1, 0, 0), (2, 1, 0.2)], "shard 2"),
+        ([(0, 3, 0), (1, 0, 0.2), (ROUTER, 1, 0)], "shard 1"),
+        ([(ROUTER, 1, 0), (2, 3, 0.4)], "shard 2"),
         ([(ROUTER, 1, 0)], "the router"),
-        # Of one kind: the earliest look, then the lowest rank.
-        ([(0, KILL, 2), (1, KILL, 1)], "shard 1"),
+        # Of one kind: the earliest, then the lowest rank.
+        ([(0, 1, 0.1), (1, 1, 0)], "shard 1"),
         ([(2, 1, 0), (1, 1, 0)], "shard 1"),
-        ([(2, 3, 0), (0, 3, 1)], "shard 2"),
+        ([(2, 3, 0), (0, 3, 0.1)], "shard 2"),
     ],
 )
-def test_the_first_failure_is_named(given, expected):
-    assert first_failure(ends(*given)).name == expected
-    assert first_failure(ends(*reversed(given))).name == expected
+def test_the_first_failure_is_named(given, expected, monkeypatch):
+    sentence, others, _ = told_of(given, monkeypatch)
+    assert sentence.startswith(f"{expected} ") and sentence.endswith(f": {expected}")
+    assert len(others) == len(given) - 1
 
 
 @pytest.mark.parametrize(
-    "rank, code, num_shards, expected",
+    "rank, code, num_shards, waits",
     [
         (0, KILL, 3, False),
         (0, 1, 3, True),
         (0, 0, 3, True),
-        (0, 3, 3, True),
         (0, 3, 1, False),  # a single shard can not wait for another
-        (0, 1, 1, False),
         (ROUTER, KILL, 1, True),
-        (ROUTER, 1, 3, True),
     ],
 )
-def test_an_end_may_be_a_consequence(rank, code, num_shards, expected):
-    assert may_follow_another(*ends((rank, code, 0)), num_shards) is expected
+def test_what_may_be_a_consequence_waits_for_its_cause(rank, code, num_shards, waits, monkeypatch):
+    sentence, _, waited_s = told_of([(rank, code, 0)], monkeypatch, num_shards)
+    assert waited_s == pytest.approx(CAUSE_S if waits else 0)
+    assert "because another shard" not in sentence
 
 
-def test_the_sentence_names_the_rank_and_how_it_ended():
-    [killed, gave_up] = ends((1, KILL, 0), (0, 3, 0))
-    assert killed.describe(was_ready=True) == (
-        "shard 1 was killed by signal 9 (Killed), as the system does when memory runs out, while "
-        "serving and printed nothing"
+def test_the_sentence_names_the_rank_and_how_it_ended(monkeypatch):
+    sentence, others, _ = told_of([(1, KILL, 0.1), (0, 3, 0)], monkeypatch)
+    assert sentence == (
+        "shard 1 was killed by signal 9 (Killed), as the system does when memory runs out,: shard 1"
     )
-    assert gave_up.describe().startswith(
-        "shard 0 ended because another shard failed (exit code 3) and"
-    )
-    alone = End("shard 0", 3, kind_of(3, num_shards=1), 0, words=("a", "b"))
-    assert alone.describe() == "shard 0 failed with exit code 3; its last lines:\n  a\n  b"
+    assert others == ["shard 0 ended because another shard failed (exit code 3): shard 0"]
 
 
 def test_names_with_the_same_message_are_grouped():
