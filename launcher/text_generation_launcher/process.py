@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from text_generation_process.lifetime import end_with_parent
+
 from text_generation_launcher.log import LogLine, parse_line
 
 RECENT_LINES = 20
 MAX_LINE_BYTES = 1 << 20
 """A longer line is relayed in pieces, so that a child can't fill the launcher's memory."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-_PR_SET_PDEATHSIG = 1
 # Of /proc/PID/stat, counted from 1 as proc(5) does: where the command line begins and ends.
 _ARGUMENTS_PLACES = (48, 49)
 
@@ -77,12 +78,10 @@ def end_with_stdin() -> None:
     threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
-def _bind_to_parent(prctl: Callable[..., int], parent: int) -> None:
+def _begin(parent: int) -> None:
     """Runs in the child between fork and exec: the kernel kills the child when the launcher's
-    main thread ends, even if it has ended already."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    main thread ends."""
+    end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
@@ -117,7 +116,6 @@ class ManagedProcess:
 
     @staticmethod
     def _start(command: Command) -> subprocess.Popen[bytes]:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
         parent = os.getpid()
         try:
             return subprocess.Popen(
@@ -128,7 +126,7 @@ class ManagedProcess:
                 stderr=None if command.draws else subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=command.descriptors,
-                preexec_fn=lambda: _bind_to_parent(prctl, parent),
+                preexec_fn=lambda: _begin(parent),
             )
         except OSError as error:
             raise ProcessError(

@@ -39,23 +39,27 @@ class Output:
         """Lines dropped after the kept ones."""
         self._has_writer = False
         self._is_busy = False
-        # A signal handler may write in the middle of another line.
+        # Reentrant: a signal handler may write in the middle of another line.
         self._changed = threading.Condition(threading.RLock())
 
     def write(self, text: str, is_needed: bool = False) -> None:
         """Writes one or more lines, which stay together. Needed lines are never dropped."""
         data = _encode(text)
         with self._changed:
-            if not (self._kept or self._is_busy):
-                self._is_busy = True
-                if rest := data[self._take(data) :]:
-                    self._keep(rest, is_first=True)
-                self._is_busy = False
-            elif is_needed or self._has_room(len(data)):
-                self._keep(data)
-            else:
+            if self._kept and not (is_needed or self._has_room(len(data))):
                 self._gap += 1
                 self.num_dropped += 1
+                return
+            self._keep(data)
+            if self._is_busy or self._has_writer:
+                return  # what writes there writes this, too
+            self._is_busy = True
+            self._write_kept()
+            self._is_busy = False
+            if self._kept:
+                self._has_writer = True
+                # A daemon, so that the process can end while the thread waits.
+                threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def flush(self, timeout_s: float | None = LAST_WORDS_S) -> bool:
         """Whether the reader took everything within the time; None: no limit."""
@@ -67,14 +71,9 @@ class Output:
             not self._gap and len(self._kept) < MAX_LINES and self._num_bytes + length <= MAX_BYTES
         )
 
-    def _keep(self, data: bytes, is_first: bool = False) -> None:
-        """`is_first`: the rest of a line, which goes before a signal handler's line."""
-        (self._kept.appendleft if is_first else self._kept.append)(data)
+    def _keep(self, data: bytes) -> None:
+        self._kept.append(data)
         self._num_bytes += len(data)
-        if not self._has_writer:
-            self._has_writer = True
-            # A daemon, so that the process can end while the thread waits.
-            threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def _run(self) -> None:
         poller = select.poll()
@@ -108,19 +107,14 @@ class Output:
 
     def _take(self, data: bytes) -> int:
         """Writes without waiting; returns the number of bytes taken."""
-        taken = 0
-        try:
-            while taken < len(data):
-                if self._never_waits:
-                    taken += os.write(self._descriptor, data[taken:])
-                elif _can_take(self._descriptor):
-                    taken += os.write(self._descriptor, data[taken : taken + _CHUNK_BYTES])
-                else:
-                    break
-        except BlockingIOError:
-            return taken
-        except OSError:
-            return len(data)  # the reader is gone: the server continues without its log
+        taken, most = 0, len(data) if self._never_waits else _CHUNK_BYTES
+        while taken < len(data) and (self._never_waits or _can_take(self._descriptor)):
+            try:
+                taken += os.write(self._descriptor, data[taken : taken + most])
+            except BlockingIOError:
+                break
+            except OSError:
+                return len(data)  # the reader is gone: the server continues without its log
         return taken
 
 

@@ -21,7 +21,7 @@ def send_to_output(level: str, formatter: logging.Formatter, target: str) -> Out
     fill_standard_descriptors()
     describe = partial(_describe_gap, formatter, target)
     output = Output(STDOUT, describe)
-    handler = _Handler(output)
+    handler = logging.StreamHandler(LineStream(output, STDOUT))
     handler.setFormatter(formatter)
     logging.basicConfig(level=level, handlers=[handler], force=True)
     sys.stdout = LineStream(output, STDOUT)
@@ -30,18 +30,6 @@ def send_to_output(level: str, formatter: logging.Formatter, target: str) -> Out
         sys.stderr = LineStream(Output(STDERR, describe), STDERR)
         atexit.register(sys.stderr.finish)
     return output
-
-
-class _Handler(logging.Handler):
-    def __init__(self, output: Output) -> None:
-        super().__init__()
-        self._output = output
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._output.write(self.format(record))
-        except Exception:  # as in every handler of Python: report it and continue
-            self.handleError(record)
 
 
 def _describe_gap(formatter: logging.Formatter, target: str, num_lines: int) -> str:
