@@ -28,7 +28,6 @@ def test_the_embedded_model_needs_no_download():
     assert config.download is None
     assert config.model_path == EMBEDDED_MODEL_PATH
     assert "--model-id=pytgi/embedded" in config.router.argv
-    assert "textwrap.dedent" in config.example_request
 
 
 def test_the_commands_of_a_hub_model():

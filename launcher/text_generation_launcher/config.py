@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,8 +55,6 @@ class LauncherConfig:
     hostname: str = defaults.HOSTNAME
     port: int = defaults.PORT
     prometheus_port: int | None = None
-    example_request: str = '{"inputs": "Once upon a time"}'
-    """Body of the request that the ready line suggests."""
     has_api_key: bool = False
     has_tls: bool = False
     """Whether the router speaks https instead of http."""
@@ -100,11 +98,12 @@ def create_config(
     values = {**_switched_off(environment), **values}
     if mode is Mode.SERVE:
         values = {**values, "port": values.get("aip-http-port", values["port"])}
-    if mode is Mode.BATCH:
-        _check_files(values)
-    _check_limits(values)
-    _check_tls(values)
-    _check_tracing(values)
+    for sentence in _contradictions(values, mode):
+        raise InvalidOptions(sentence)
+    try:
+        check_tracing(first(values, "otlp-endpoint"))
+    except ValueError as error:
+        raise InvalidOptions(str(error)) from error
     model_id = _model_id(values)
     sharded, num_shard = first(values, "sharded"), first(values, "num-shard")
     num_shards = find_num_shards(
@@ -143,7 +142,6 @@ def create_config(
         hostname=values["hostname"][0],
         port=int(values["port"][0]),
         prometheus_port=_number(values, "prometheus-port"),
-        example_request=_example_request(is_embedded=not model_id),
         has_api_key=_has_api_key(values),
         has_tls="ssl-certfile" in values,
         restarts=_restarts(values),
@@ -181,46 +179,71 @@ def _without_effect(mode: Mode, values: Values, num_shards: int) -> tuple[str, .
     return tuple(notes)
 
 
-def _check_files(values: Values) -> None:
-    """Checks the files of a batch before a model is loaded."""
-    for name in ("input", "output"):
-        if name not in values:
-            raise InvalidOptions(
-                f"--{name} is missing: a batch takes --input requests.jsonl --output results.jsonl"
+def _contradictions(values: Values, mode: Mode) -> Iterator[str]:
+    """The sentences about options that are wrong together, or about files, before a model is
+    loaded."""
+    if mode is Mode.BATCH:
+        yield from _wrong_files(values)
+    if "max-input-tokens" in values and "max-input-length" in values:
+        yield "--max-input-tokens and --max-input-length are the same limit: give only the first"
+    longest_input = _number(values, "max-input-tokens") or _number(values, "max-input-length")
+    longest, batch = _number(values, "max-total-tokens"), _number(values, "max-batch-total-tokens")
+    if longest_input and longest and longest_input >= longest:
+        yield (
+            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
+            "which counts the answer as well: lower the first or raise the second"
+        )
+    if longest and batch and longest > batch:
+        yield (
+            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
+            "lower the first or raise the second"
+        )
+    if "port" in values and values.get("prometheus-port") == values["port"]:
+        yield (
+            f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
+            "already, start without --prometheus-port or choose another"
+        )
+    for name in ("port", "prometheus-port"):
+        if "master-port" in values and values.get(name) == values["master-port"]:
+            yield (
+                f"--master-port and --{name} are both {values[name][0]}: leave out --master-port, "
+                "and the shards meet on a free port"
             )
-    source, target = Path(values["input"][0]), Path(values["output"][0])
-    if not source.is_file():
-        raise InvalidOptions(f"--input {source} is not a file: give the file with the requests")
-    if not target.parent.is_dir():
-        raise InvalidOptions(f"--output {target} is in a directory that does not exist: create it")
-    if target.is_dir():
-        raise InvalidOptions(f"--output {target} is a directory: give the name of a file")
-    if target.exists() and target.samefile(source):
-        raise InvalidOptions(f"--output {target} is the --input: give the results another file")
-
-
-def _check_tls(values: Values) -> None:
-    """Checks certificate and key before a model is loaded."""
+    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
+        if name in values and not _has_api_key(values):
+            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
     names = ("ssl-certfile", "ssl-keyfile")
     if sum(name in values for name in names) == 1:
-        raise InvalidOptions(
-            "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
-        )
+        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
     for name in names:
         path = first(values, name)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise InvalidOptions(
+            yield (
                 f"--{name} {path} is not a file that can be read: give a PEM file that this user "
                 "can read"
             )
+    if "revision" in values and "model-id" not in values:
+        yield (
+            "--revision is given without --model-id, and the embedded model has no revisions: add "
+            "--model-id or leave out --revision"
+        )
 
 
-def _check_tracing(values: Values) -> None:
-    """Checks --otlp-endpoint. Raises InvalidOptions."""
-    try:
-        check_tracing(first(values, "otlp-endpoint"))
-    except ValueError as error:
-        raise InvalidOptions(str(error)) from error
+def _wrong_files(values: Values) -> Iterator[str]:
+    """The same about the files of a batch."""
+    for name in ("input", "output"):
+        if name not in values:
+            files = "--input requests.jsonl --output results.jsonl"
+            yield f"--{name} is missing: a batch takes {files}"
+    source, target = Path(values["input"][0]), Path(values["output"][0])
+    if not source.is_file():
+        yield f"--input {source} is not a file: give the file with the requests"
+    if not target.parent.is_dir():
+        yield f"--output {target} is in a directory that does not exist: create it"
+    if target.is_dir():
+        yield f"--output {target} is a directory: give the name of a file"
+    if target.exists() and target.samefile(source):
+        yield f"--output {target} is the --input: give the results another file"
 
 
 def _attention_notes(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -252,50 +275,9 @@ def _switched_off(environment: Mapping[str, str]) -> Values:
     return switched_off
 
 
-def _check_limits(values: Values) -> None:
-    """Checks the rules between options before a model is loaded."""
-    if "max-input-tokens" in values and "max-input-length" in values:
-        raise InvalidOptions(
-            "--max-input-tokens and --max-input-length are the same limit: give only the first"
-        )
-    longest_input = _number(values, "max-input-tokens") or _number(values, "max-input-length")
-    longest, batch = _number(values, "max-total-tokens"), _number(values, "max-batch-total-tokens")
-    if longest_input and longest and longest_input >= longest:
-        raise InvalidOptions(
-            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
-            "which counts the answer as well: lower the first or raise the second"
-        )
-    if longest and batch and longest > batch:
-        raise InvalidOptions(
-            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
-            "lower the first or raise the second"
-        )
-    if "port" in values and values.get("prometheus-port") == values["port"]:
-        raise InvalidOptions(
-            f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
-            "already, start without --prometheus-port or choose another"
-        )
-    for name in ("port", "prometheus-port"):
-        if "master-port" in values and values.get(name) == values["master-port"]:
-            raise InvalidOptions(
-                f"--master-port and --{name} are both {values[name][0]}: leave out --master-port, "
-                "and the shards meet on a free port"
-            )
-    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
-        if name in values and not _has_api_key(values):
-            raise InvalidOptions(
-                f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
-            )
-
-
 def _model_id(values: Values) -> str:
     """The requested directory or hub id; empty for the embedded model."""
     if "model-id" not in values:
-        if "revision" in values:
-            raise InvalidOptions(
-                "--revision is given without --model-id, and the embedded model has no revisions: "
-                "add --model-id or leave out --revision"
-            )
         return ""
     given = values["model-id"][0]
     path = Path(given).expanduser()
@@ -403,9 +385,3 @@ def _with_router(
     restart = ("--restart",) if _restarts(values) else ()
     argv = (*router, "--await-shards", *restart, *argv)
     return Command("the router", target, argv, {**environment, **secrets})
-
-
-def _example_request(is_embedded: bool) -> str:
-    if is_embedded:
-        return '{"inputs": "What does textwrap.dedent do?", "parameters": {"max_new_tokens": 100}}'
-    return '{"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20}}'

@@ -1,9 +1,10 @@
 """Requests to the server on this machine: whether it answers, and the log line with an example."""
 
+import json
 import shlex
 from typing import TYPE_CHECKING
 
-from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.config import EMBEDDED_MODEL_ID, LauncherConfig
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
@@ -54,4 +55,8 @@ def how_to_ask(config: LauncherConfig) -> tuple[str, str]:
     command = ["curl", *insecure, f"{url}/generate", "-H", "Content-Type: application/json"]
     if config.has_api_key:
         command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
-    return url, shlex.join([*command, "-d", config.example_request])
+    prompt, length = "What is deep learning?", 20
+    if config.model_id == EMBEDDED_MODEL_ID:
+        prompt, length = "What does textwrap.dedent do?", 100
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": length}}
+    return url, shlex.join([*command, "-d", json.dumps(body)])

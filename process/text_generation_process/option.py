@@ -6,6 +6,7 @@ A parser returns the canonical spelling of a value; its ValueError names what wa
 import ipaddress
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -88,28 +89,20 @@ def sizes(value: str) -> str:
 def number(above: float, maximum: float = sys.float_info.max) -> Callable[[str], str]:
     """A finite number that is larger than `above` and at most `maximum`."""
     limit = "" if maximum == sys.float_info.max else f" and at most {maximum:g}"
+    return _number(lambda value: above < value <= maximum, f"a number above {above:g}{limit}")
 
+
+def _number(is_inside: Callable[[float], bool], expected: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
-        try:
-            is_inside = above < float(value) <= maximum
-        except ValueError:
-            is_inside = False
-        if not is_inside:
-            raise ValueError(f"a number above {above:g}{limit}")
-        return value
+        with suppress(ValueError):
+            if is_inside(float(value)):
+                return value
+        raise ValueError(expected)
 
     return parse
 
 
-def not_negative(value: str) -> str:
-    """A finite number, 0 or more."""
-    try:
-        is_inside = 0 <= float(value) <= sys.float_info.max
-    except ValueError:
-        is_inside = False
-    if not is_inside:
-        raise ValueError("a number of 0 or more")
-    return value
+not_negative = _number(lambda value: 0 <= value <= sys.float_info.max, "a number of 0 or more")
 
 
 def path(value: str) -> str:

@@ -78,7 +78,8 @@ class KeptTemplates(TemplateWorkers):
             return TemplateWorkers()
         key = repr((template.sources, template.special_tokens))
         if key not in cls.kept:
-            cls.kept[key] = cls(template)
+            cls.kept[key] = cls()
+            cls.kept[key].begin(template, tries=False)
         return cls.kept[key]
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ MAX_SECONDS = 0.5
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateWorkers]:
-    found = TemplateWorkers(ChatTemplate({"default": TEMPLATE}, {"eos_token": "</s>"}))
+    found = TemplateWorkers()
+    found.begin(ChatTemplate({"default": TEMPLATE}, {"eos_token": "</s>"}), tries=False)
     monkeypatch.setattr(workers_module, "MAX_SECONDS", MAX_SECONDS)
     yield found
     found.close()

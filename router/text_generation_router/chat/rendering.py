@@ -86,7 +86,7 @@ class Renderer:
             with suppress(TemplateError):
                 if len(messages) > 1:
                     before = self._rendered(name, messages[:-1], tools, begun)
-                    return before + _content_of(messages[-1])
+                    return f"{before}{messages[-1]['content']}"
             raise
 
     def _rendered(
@@ -161,24 +161,8 @@ def _run(program: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages, with the mark appended to the content of the last one."""
-    if not messages:
-        raise TemplateError("there is no message to continue")
-    last = dict(messages[-1])
-    content = last.get("content")
-    if isinstance(content, str):
-        last["content"] = content + _MARK + _MARK_SPACE
-    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
-        text = content[-1]["text"] + _MARK + _MARK_SPACE
-        last["content"] = [*content[:-1], {**content[-1], "text": text}]
-    else:
-        raise TemplateError("the last message has no text to continue")
-    return [*messages[:-1], last]
-
-
-def _content_of(message: Mapping[str, Any]) -> str:
-    """The text of a message that `_marked` accepts."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + _MARK + _MARK_SPACE}]
 
 
 def _cut_at_mark(rendered: str) -> str:

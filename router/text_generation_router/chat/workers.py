@@ -46,17 +46,22 @@ class TemplateWorkers:
     """Renders the templates of one model, at most `NUM_WORKERS` chats at a time, in order of
     arrival. Owns the worker that does it."""
 
-    def __init__(self, template: ChatTemplate | None = None) -> None:
+    def __init__(self) -> None:
         # Each thread waits for one process; the pool's queue holds the waiting jobs.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="template")
-        self._is_closed = False
-        self._use(template)
+        self.template: ChatTemplate | None = None
+        """None: the model has no template, and nothing can be rendered."""
+        self._worker: Worker | None = None
 
-    def begin(self, template: ChatTemplate | None) -> None:
-        """Starts a process and renders a short chat in the background. A failure is logged."""
-        self._use(template)
+    def begin(self, template: ChatTemplate | None, tries: bool = True) -> None:
+        """Takes the template, starts a process and renders a short chat in the background if it
+        `tries`. A failure is logged."""
+        self.template = template
         if template is not None:
-            self._threads.submit(self._try_out)
+            arguments = {"sources": template.sources, "special_tokens": template.special_tokens}
+            self._worker = Worker(_MODULE, orjson.dumps(arguments), memory_bytes=MAX_BYTES)
+            if tries:
+                self._threads.submit(self._try_out)
 
     async def render(self, make_job: Callable[[], tuple[Job, Mapping[str, Any]]]) -> str:
         """The prompt. `make_job` returns a job and its template variables, off the event loop.
@@ -69,18 +74,9 @@ class TemplateWorkers:
 
     def close(self) -> None:
         """Ends all processes and cancels waiting jobs. May be repeated."""
-        self._is_closed = True
         if self._worker is not None:
             self._worker.close()
         self._threads.shutdown(cancel_futures=True)
-
-    def _use(self, template: ChatTemplate | None) -> None:
-        self.template = template
-        """None: the model has no template, and nothing can be rendered."""
-        self._worker: Worker | None = None
-        if template is not None:
-            arguments = {"sources": template.sources, "special_tokens": template.special_tokens}
-            self._worker = Worker(_MODULE, orjson.dumps(arguments), memory_bytes=MAX_BYTES)
 
     # ---- In the threads of the pool ----
 

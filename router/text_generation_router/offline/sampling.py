@@ -120,8 +120,9 @@ class SamplingParams:
         return grammars[0] if grammars else None
 
 
-_HINTS: dict[str, Any] = get_type_hints(SamplingParams, include_extras=True)
-_Checked = create_model("_Checked", __base__=Body, **{key: (_HINTS[key], ...) for key in _HINTS})
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+_FIELDS: dict[str, Any] = {name: (hint, ...) for name, hint in _HINTS.items()}
+_Checked = create_model("_Checked", __base__=Body, **_FIELDS)
 
 
 def complaint(error: ValidationError, within: str = "") -> str:
