@@ -72,18 +72,6 @@ def test_tokenizer_round_trips_and_knows_its_special_tokens() -> None:
     assert read_json(MODEL / "generation_config.json")["eos_token_id"] == ends
 
 
-def test_chat_template_renders() -> None:
-    template = jinja2.Template(read_json(MODEL / "tokenizer_config.json")["chat_template"])
-    question = {"role": "user", "content": "What does textwrap.dedent do?"}
-    rendered = template.render(messages=[question], add_generation_prompt=True)
-    assert rendered == (
-        "<|im_start|>user\nWhat does textwrap.dedent do?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    answer = {"role": "assistant", "content": "Yes."}
-    rendered = template.render(messages=[question, answer])
-    assert rendered.endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
-
-
 def test_questions_are_fixed() -> None:
     questions = read_json(TRAINING / "questions.json")
     assert len(questions) == 200
@@ -101,15 +89,6 @@ def test_card_says_what_the_result_says() -> None:
     for name in set(evaluation) - {"parameters", "bytes"}:
         assert str(evaluation[name]) in card, name
     assert str(result["training"]["training_loss"]) in card
-
-
-@pytest.mark.slow
-def test_corpus_knows_the_popular_names(entries: dict[str, Any]) -> None:
-    assert len(entries) > 4000
-    assert entries["textwrap.dedent"].signature == "dedent(text)"
-    assert entries["os.path.join"].signature.startswith("join(a")
-    for name in ("json.dumps", "str.split", "math.sqrt", "asyncio.run", "itertools.chain"):
-        assert entries[name].answer.startswith(f"`{entries[name].signature}`: ")
 
 
 def test_exchange_is_what_the_chat_template_renders(entries: dict[str, Any]) -> None:

@@ -4,10 +4,7 @@ All else of a launcher's life has played children: test_supervisor.py.
 """
 
 import ctypes
-import json
 import signal
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,41 +53,6 @@ def test_a_server_from_its_download_to_its_end(launch, free_port):
     PortClaim("127.0.0.1", free_port, "--port").close()
 
 
-def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
-    shard = "log('INFO', 'meets at ' + sys.argv[2]); serve_shard(); sleep()"
-    launched = launch(shard=shard, num_shards=3)
-    launched.wait_for_line("Ready on")
-    assert any("Splitting the model over 3 shards" in line for line in launched.lines)
-    assert all((tmp_path / f"shard-{rank}").exists() for rank in range(3))
-    # Each line has its rank. All meet at one port, on which rank 0 can listen.
-    met = sorted(line.partition("child ")[2] for line in launched.lines if "meets at" in line)
-    port = int(met[0].rpartition(" ")[2])
-    assert met == [f"rank={rank}: meets at {port}" for rank in range(3)]
-    socket.create_server(("localhost", port)).close()
-    # No other launcher gets it, and the system does not choose it as a free port.
-    with pytest.raises(AddressError, match=f"port {port} on localhost is already in use: another"):
-        PortClaim("localhost", port, "--master-port", "--master-addr")
-    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
-        other.bind(("127.0.0.1", port))
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
-    trace = launched.trace()
-    assert trace[-4] == "router got SIGTERM"
-    assert sorted(trace[-3:]) == [f"{name} got SIGTERM" for name in ("shard", "shard-1", "shard-2")]
-    assert not list(tmp_path.glob("shard-[0-9]"))
-    launched.assert_no_orphan()
-
-
-def test_no_orphan_survives_a_killed_launcher(launch):
-    script = "be_stubborn(); pid_file('shard'); sleep()"
-    launched = launch(shard=script, router=script.replace("shard", "router"))
-    for name in ("shard", "router"):
-        launched.wait_for_child(name)
-    launched.process.kill()
-    launched.process.wait()
-    launched.assert_no_orphan()
-
-
 def test_an_adopted_orphan_does_not_stay_as_a_zombie(launch):
     """As the first process of a container it adopts all orphans."""
     orphan = (
@@ -111,32 +73,6 @@ def test_an_adopted_orphan_does_not_stay_as_a_zombie(launch):
     wait_until(lambda: not stat.exists())
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
-    launched.assert_no_orphan()
-
-
-def test_it_serves_after_the_reader_of_its_log_is_gone(launch):
-    launched = launch(
-        shard="serve_shard()\nwhile True: print('noise', flush=True); time.sleep(0.01)"
-    )
-    launched.wait_for_line("noise")
-    launched.process.stdout.close()
-    router = launched.wait_for_child("router")
-    launched.process.stdout = None
-    with pytest.raises(subprocess.TimeoutExpired):
-        launched.process.wait(0.3)
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.process.wait(10) == 0
-    assert router
-    launched.assert_no_orphan()
-
-
-def test_shards_end_with_the_program_that_started_them(launch):
-    launched = launch(mode="shards", json_output=True, stdin=subprocess.PIPE)
-    assert "model_path" in json.loads(launched.wait_for_line("model_path"))
-    launched.process.stdin.write("only the end counts\n")
-    launched.process.stdin.close()
-    code, lines = launched.end()
-    assert code == 0, lines
     launched.assert_no_orphan()
 
 

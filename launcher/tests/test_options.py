@@ -13,30 +13,7 @@ from text_generation_launcher.options import (
 )
 from text_generation_process.option import Child, InvalidOptions, Mode, Option
 
-# fmt: off
-TGI_FLAGS = [
-    "model-id", "revision", "validation-workers", "sharded", "num-shard", "quantize",
-    "speculate", "dtype", "kv-cache-dtype", "trust-remote-code", "max-concurrent-requests",
-    "max-best-of", "max-stop-sequences", "max-top-n-tokens", "max-input-tokens",
-    "max-input-length", "max-total-tokens", "waiting-served-ratio",
-    "max-batch-prefill-tokens", "max-batch-total-tokens", "max-waiting-tokens",
-    "max-batch-size", "cuda-graphs", "hostname", "port", "prometheus-port", "shard-uds-path",
-    "master-addr", "master-port", "huggingface-hub-cache", "weights-cache-override",
-    "disable-custom-kernels", "cuda-memory-fraction", "rope-scaling", "rope-factor",
-    "json-output", "otlp-endpoint", "otlp-service-name", "cors-allow-origin", "api-key",
-    "watermark-gamma", "watermark-delta", "ngrok", "ngrok-authtoken", "ngrok-edge",
-    "tokenizer-config-path", "disable-grammar-support", "env", "max-client-batch-size",
-    "lora-adapters", "usage-stats", "payload-limit", "enable-prefill-logprobs",
-    "graceful-termination-timeout",
-]
 # fmt: on
-
-
-def test_every_flag_of_tgi_is_known():
-    """The frozen list of integration_tests/test_frozen.py has ours, too."""
-    names = [option.name for option in OPTIONS]
-    assert set(TGI_FLAGS) <= set(names)
-    assert len(set(names)) == len(names)
 
 
 def test_every_option_does_something():
@@ -195,14 +172,6 @@ def test_forwarding_passes_on_what_was_given_and_nothing_else():
         "--cors-allow-origin=b",
         "--graceful-termination-timeout=90",
     )
-
-
-def test_help_and_version(capsys):
-    for flag, expected in (("--help", "--max-best-of"), ("--version", "pytgi")):
-        with pytest.raises(SystemExit) as exit:
-            read_options([flag], {})
-        assert exit.value.code == 0
-        assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

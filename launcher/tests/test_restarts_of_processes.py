@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -37,22 +36,6 @@ def stop(launched: Launched) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("killed", [("shard",), ("router",), ("shard", "router")], ids="+".join)
-def test_those_that_are_killed_are_replaced_and_no_others(launch, killed):
-    launched = launch(restarts=True)
-    launched.wait_for_line("Ready on")
-    before = pids(launched)
-    for name in killed:
-        os.kill(before[name], signal.SIGKILL)
-    wait_until(lambda: all(pids(launched)[name] != before[name] for name in killed))
-    launched.wait_for_line("Ready again after")
-    after = pids(launched)
-    assert {name for name in after if after[name] != before[name]} == set(killed)
-    log = "\n".join(stop(launched))
-    for name, title in (("shard", "shard 0"), ("router", "the router")):
-        assert (f"{title} is replaced (1 of 5 in 10 minutes)" in log) == (name in killed)
-
-
 def test_a_router_that_is_stopped_is_replaced(launch):
     launched = launch(router=ROUTER, silences_s=(60.0, SILENCE_S), restarts=True)
     launched.wait_for_line("Ready on")
@@ -63,22 +46,6 @@ def test_a_router_that_is_stopped_is_replaced(launch):
     assert not is_running(before["router"])
     assert pids(launched)["shard"] == before["shard"]
     stop(launched)
-
-
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "with the router"])
-def test_a_launcher_that_was_stopped_replaces_nothing(launch, together):
-    launched = launch(router=ROUTER, silences_s=(60.0, SILENCE_S), restarts=True)
-    launched.wait_for_line("Ready on")
-    before = pids(launched)
-    stopped = [launched.process.pid, *([before["router"]] if together else [])]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * SILENCE_S)
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
-    time.sleep(2 * SILENCE_S)
-    assert pids(launched) == before
-    assert not any("replaced" in line for line in stop(launched))
 
 
 def test_too_many_ends_are_the_end_with_the_sentence_of_the_first(launch):

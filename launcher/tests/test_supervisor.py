@@ -1,7 +1,6 @@
 """The life of a launcher with played children, in virtual time. Real ones: test_launched.py."""
 
 import signal
-import socket
 
 import pytest
 from text_generation_launcher.process import Command
@@ -110,14 +109,6 @@ def test_a_child_that_ends_while_it_starts_is_the_last_line(world: World, code, 
     assert not any(child.is_alive for child in world.children.values())
 
 
-def test_the_end_of_the_router_ends_the_shard(world: World):
-    world.end_later("the router", 1.0, -signal.SIGKILL)
-    assert world.run() == 1
-    assert "the router was killed by signal 9" in world.log.lines[-1]
-    assert "while serving" in world.log.lines[-1]
-    assert world.trace[-1] == "shard 0 got SIGTERM"
-
-
 def test_the_child_that_failed_first_is_named(world: World):
     """Its end is noticed after the ends of the shard and the router that it caused."""
     world.end_later("shard 0", 1.0, 3, "shard 1 did not come within 20 s in message 7")
@@ -165,14 +156,6 @@ def test_a_failed_download(world: World, code, answer, expected):
     assert list(world.children) == ["the download"]
 
 
-def test_an_address_in_use_is_the_one_line(world: World):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert world.run(port=port) == 1
-    expected = f"port {port} on 127.0.0.1 is already in use: choose another with --port"
-    assert (world.log.lines, world.trace) == ([expected], [])
-
-
 def test_the_log_says_what_is_waited_for(world: World):
     for rank in (0, 2):
         message = f"loading weights: {40 - rank} of 80 tensors"
@@ -207,20 +190,6 @@ def test_processes_that_do_not_serve_again_are_ended(world: World):
     assert world.run(restarts=True) == 1
     assert world.log.lines[-1] == "the replaced processes do not serve after 60 s"
     assert sum(line.startswith("the router started") for line in world.trace) == 6
-
-
-def test_shards_alone_say_where_they_are(world: World):
-    world.stop(5.0)
-    assert world.run(Mode.SHARDS) == 0
-    socket = f"{world.folder}/shard-0"
-    index_of(world, f"text-generation-benchmark --master-shard-uds-path {socket}")
-    [answer] = world.log.answers
-    assert answer == {
-        "model_id": "pytgi/embedded",
-        "model_path": "/models/some",
-        "master_shard_uds_path": socket,
-    }
-    assert world.trace == ["shard 0 started with /models/some", "shard 0 got SIGTERM"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])

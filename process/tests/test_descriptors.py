@@ -74,13 +74,6 @@ def test_bytes_are_bounded_as_well(pipe):
     assert len(lines) == 9 - output.num_dropped
 
 
-def test_a_shared_description_stays_as_it_is(pipe):
-    output = Output(pipe[1], describe)
-    for _ in range(100):
-        output.write("x" * 100)
-    assert os.get_blocking(pipe[1])
-
-
 @pytest.mark.parametrize("kind", ["socket", "terminal"])
 def test_other_readers_that_do_not_read(kind):
     if kind == "socket":
@@ -107,16 +100,6 @@ def test_a_reader_that_is_gone():
     for _ in range(MAX_LINES):
         output.write("x" * 1000)
     assert output.flush() and output.num_dropped == 0
-    os.close(writer)
-
-
-def test_a_reader_that_goes_with_lines_left(pipe):
-    reader, writer = os.pipe()
-    output = Output(writer, describe)
-    for _ in range(1000):
-        output.write("x" * 1000)
-    os.close(reader)
-    assert output.flush(10)
     os.close(writer)
 
 

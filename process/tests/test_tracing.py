@@ -38,11 +38,6 @@ def test_an_invalid_endpoint(given: str) -> None:
         check_tracing(given)
 
 
-def test_no_traces_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
-    check_tracing(None)
-
-
 @pytest.mark.parametrize("missing", ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"])
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """A package can be missing, or its parent package."""
@@ -55,10 +50,6 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, missing: str
     monkeypatch.setattr(tracing, "find_spec", find)
     with pytest.raises(ValueError, match=r"not installed: install it with `pip install opentel"):
         check_tracing("http://127.0.0.1:4317")
-
-
-def test_they_are_installed_here() -> None:
-    check_tracing("http://127.0.0.1:4317")
 
 
 def test_nothing_is_imported_before_a_tracer_is_opened() -> None:

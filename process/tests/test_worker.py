@@ -153,24 +153,6 @@ def test_close_ends_calls_and_processes(worker: Worker) -> None:
         worker.call("pid", b"", 5)
 
 
-def test_close_ends_a_start() -> None:
-    worker = Worker(MODULE, b"sleep", memory_bytes=MEMORY_BYTES)
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(worker.start)
-        wait_until(
-            lambda: any("worker_calls" in it.cmdline() for it in psutil.Process().children())
-        )
-        worker.close()
-        assert isinstance(starting.exception(), WorkerClosedError)
-
-
-def test_a_module_that_can_not_be_prepared_is_a_start_error() -> None:
-    worker = Worker(MODULE, b"fail", memory_bytes=MEMORY_BYTES)
-    with pytest.raises(WorkerStartError):
-        worker.start()
-    worker.close()
-
-
 def test_all_processes_end_with_the_parent() -> None:
     program = f"""
 from text_generation_process.worker import Worker

@@ -54,22 +54,9 @@ def names(form: ChatFormat) -> str:
 
 
 @pytest.mark.parametrize("form", ALL, ids=names)
-def test_calls_are_read_as_they_are_written(form: ChatFormat) -> None:
-    assert read(form, [form.write_calls(CALLS)]) == calls()
-    assert read(form, ["\n ", form.write_calls(CALLS), " \n"]) == calls()
-    assert read(form, list(form.write_calls(CALLS[:1]))) == calls(pairs=CALLS[:1])
-
-
-@pytest.mark.parametrize("form", ALL, ids=names)
 def test_text_stays_as_it_is(form: ChatFormat) -> None:
     for text in (" Hello,\n\n <b>world</b> ", "", " \n", "[1, 2] < 3", "</tool_call> <|x|>"):
         assert read(form, list(text)) == ([ContentDelta(text)] if text else [])
-
-
-@pytest.mark.parametrize("form", [f for f in ALL if f.begin], ids=names)
-def test_text_before_calls_loses_its_last_spaces(form: ChatFormat) -> None:
-    marked = replace(form, may_be_bare=False).write_calls(CALLS)
-    assert read(form, [f"I look.\n\n{marked}"]) == [ContentDelta("I look."), *calls()]
 
 
 @pytest.mark.parametrize("form", [f for f in ALL if f.name in ("hermes", "mistral")], ids=names)

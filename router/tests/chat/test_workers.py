@@ -12,7 +12,6 @@ from text_generation_router.chat import workers as workers_module
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.errors import (
-    OverloadedError,
     ShuttingDownError,
     TemplateError,
     UnhealthyError,
@@ -65,15 +64,6 @@ async def test_a_process_renders_many_chats(workers: TemplateWorkers) -> None:
     assert processes() == found
 
 
-@pytest.mark.parametrize("content", ["hang", "pow", "sort"])
-async def test_a_template_that_does_not_end_is_killed(
-    workers: TemplateWorkers, content: str
-) -> None:
-    with pytest.raises(TemplateError, match="did not end within"):
-        await render(workers, content, n=9)
-    assert await render(workers) == "hi</s>"
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -101,30 +91,6 @@ async def test_variables_that_can_not_be_given_are_an_error(
     with pytest.raises(TemplateError, match=r"must be JSON|messages"):
         await render(workers, **kwargs)
     assert await render(workers) == "hi</s>"
-
-
-async def test_others_go_on_beside_one_that_hangs(workers: TemplateWorkers) -> None:
-    await render(workers)
-    hanging = asyncio.create_task(render(workers, "hang"))
-    await asyncio.sleep(0)
-    texts = await asyncio.gather(*(render(workers, str(n)) for n in range(50)))
-    assert texts == [f"{n}</s>" for n in range(50)] and not hanging.done()
-    with pytest.raises(TemplateError):
-        await hanging
-
-
-async def test_waiting_is_bounded(
-    workers: TemplateWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers_module, "MAX_WAIT_S", 0.1)
-    await asyncio.gather(render(workers), render(workers))
-    hanging = [asyncio.create_task(render(workers, "hang")) for _ in range(2)]
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError) as caught:
-        await render(workers)
-    assert caught.value.retry_after_s == 1
-    results = await asyncio.gather(*hanging, return_exceptions=True)
-    assert [type(one) for one in results] == [TemplateError, TemplateError]
 
 
 async def test_a_process_that_dies_fails_its_chat_alone(

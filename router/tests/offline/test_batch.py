@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from text_generation_router.offline.batch import (
     LineError,
     ResultsFile,
     error_line,
-    main,
     post,
     read_lines,
     read_request,
@@ -26,15 +23,6 @@ from text_generation_router.offline.batch import (
 from text_generation_router.offline.progress import Tally
 
 from router.tests.serving import assemble_scripted
-
-
-@pytest.fixture
-def infer_logger() -> Iterator[None]:
-    """Puts the level back that `main` changes for its process."""
-    logger = logging.getLogger("text_generation_router.infer")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def line(custom_id, url, body):
@@ -116,26 +104,6 @@ async def test_every_line_has_its_result_in_order(tmp_path: Path):
     assert (tally.done, tally.failed, tally.tokens) == (8, 5, 6 + 24)
 
 
-async def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path):
-    lines = [completion(str(n), max_tokens=4 + n) for n in range(20)]
-    async with rig(tmp_path, max_batch_size=2) as the:
-        the.source.write_text("\n".join(lines))
-        the.services.shards.delay_s = 0.001
-        run = asyncio.create_task(the.run())
-        while not (the.target.exists() and the.target.read_bytes().count(b"\n") >= 5):
-            await asyncio.sleep(0.001)
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        kept = the.target.read_bytes()
-        assert 5 <= kept.count(b"\n") < 20
-        the.target.write_bytes(kept + b'{"id": "batch_req_torn", "cus')
-        tally = await the.run()
-        assert the.target.read_bytes().startswith(kept), "nothing is answered twice"
-    assert [one["custom_id"] for one in the.results()] == [str(n) for n in range(20)]
-    assert tally.done == 20
-
-
 async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp_path: Path):
     async with rig(tmp_path) as the:
         the.services.shards.failure = GenerationError("Server error: gone")
@@ -153,13 +121,6 @@ async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp
         await the.run()
         assert [one["response"]["status_code"] for one in the.results()] == [500, 500]
         the.services.shards.health, the.services.shards.failure = health, None
-
-
-async def test_a_bug_in_a_route_is_one_result():
-    async def broken(scope, receive, send):
-        raise ZeroDivisionError
-
-    assert (await post(broken, "/v1/completions", b"{}"))[0] == 500
 
 
 async def test_the_body_of_a_request_comes_once_and_the_client_stays():
@@ -193,23 +154,6 @@ def test_results_of_other_requests_are_not_continued(tmp_path: Path, there, is_s
         with pytest.raises(BatchError, match="results of other requests"):
             results.check_same(source)
     results.close()
-
-
-@pytest.mark.parametrize(
-    "results, code",
-    [
-        ([response_line("a", 200, b"{}")], 0),
-        ([response_line("a", 404, b"{}")], 3),
-        ([response_line("b", 200, b"{}")], 1),
-    ],
-)
-def test_exit_codes_of_a_file_that_is_done(tmp_path: Path, results, code, capfd, infer_logger):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(completion("a"))
-    target.write_bytes(b"".join(results))
-    files = [f"--input={source}", f"--output={target}"]
-    assert main([*files, "--tokenizer-name=nowhere"]) == code
-    assert ("other requests" in capfd.readouterr().out) == (code == 1)
 
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}

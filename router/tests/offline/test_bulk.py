@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.errors import GenerationError, TemplateError, ValidationError
+from text_generation_router.errors import ValidationError
 from text_generation_router.offline import SamplingParams
 from text_generation_router.offline.bulk import Bulk, Job
 from text_generation_router.offline.progress import Tally
@@ -74,19 +74,6 @@ async def test_more_prompts_than_rows_or_none(tmp_path, num_prompts):
     assert [result.num_prompt_tokens for result in results] == list(range(2, num_prompts + 2))
 
 
-async def test_n_answers_logprobs_and_stop_strings(tmp_path):
-    async with bulk(tmp_path) as (runner, _):
-        [result] = await runner.run(
-            jobs("a", n=3, logprobs=2, stop="lo", max_tokens=20, prompt_logprobs=True), Tally(1)
-        )
-    assert [output.index for output in result.outputs] == [0, 1, 2]
-    assert len(result.prompt_tokens) == 2
-    for output in result.outputs:
-        assert output.text == "hel"
-        assert (output.finish_reason, output.stop_reason) == ("stop", "lo")
-        assert [len(tops) for tops in output.top_tokens] == [2] * 5
-
-
 async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
     async with bulk(tmp_path) as (runner, _):
         tally = Tally(5)
@@ -96,13 +83,6 @@ async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
     with pytest.raises(ValidationError, match="must be token ids"):
         results[2].outputs  # noqa: B018
     assert (tally.done, tally.failed) == (5, 3)
-
-
-async def test_shards_that_fail_fail_every_prompt(tmp_path):
-    async with bulk(tmp_path) as (runner, services):
-        services.shards.failure = GenerationError("Server error: gone")
-        results = await runner.run(jobs(*"abc"), Tally(3))
-    assert all(isinstance(result.error, GenerationError) for result in results)
 
 
 async def test_cancelling_ends_all(tmp_path):
@@ -134,12 +114,3 @@ async def test_a_chat(tmp_path):
     assert [output.text for output in result.outputs] == ["hello ", "hello "]
     assert result.outputs[0].token_ids == tuple(script_of("hello "))
     assert tally.tokens == 12
-
-
-async def test_a_chat_without_a_template(tmp_path):
-    conversation = Conversation(
-        messages=({"role": "user", "content": "hi"},), parameters=SamplingParams().to_parameters()
-    )
-    async with bulk(tmp_path) as (runner, _):
-        [result] = await runner.run([Job("given", conversation)], Tally(1))
-    assert isinstance(result.error, TemplateError)

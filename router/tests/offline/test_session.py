@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,8 @@ from text_generation_launcher.options import read_options
 from text_generation_process.option import Mode
 from text_generation_router.config import RouterConfig
 from text_generation_router.offline import session
-from text_generation_router.offline.session import router_config, running_services, sort_options
+from text_generation_router.offline.session import router_config, sort_options
 from text_generation_router.offline.shards_process import ShardsAddress
-from text_generation_router.services import StartError
-
-from router.tests.serving import assemble_scripted
 
 CONFIG = RouterConfig(tokenizer_name="unused")
 ADDRESS = ShardsAddress("a/b", "/models/b", "/tmp/s-0")
@@ -55,12 +51,6 @@ def test_the_router_gets_its_options():
     assert config.master_shard_uds_path == "/tmp/s-0"
 
 
-def test_no_request_is_refused_and_a_batch_has_its_usual_size():
-    config = router_config({}, ADDRESS)
-    assert config.batch_rows == 128
-    assert config.max_concurrent_requests > 10**9
-
-
 @pytest.mark.parametrize(
     "given, expected",
     [
@@ -81,43 +71,6 @@ def test_an_invalid_option_is_an_error_before_anything_starts(given, expected):
 def test_an_unknown_option_is_an_error(name, value):
     with pytest.raises(TypeError, match=f"LLM has no option `{name}`; see `help"):
         sort_options(None, {name: value})
-
-
-@pytest.fixture
-def loops(tmp_path, monkeypatch):
-    """Services start on scripted shards; the loops in which they began and ended."""
-    began, ended = [], []
-
-    @asynccontextmanager
-    async def start(config):
-        began.append(asyncio.get_running_loop())
-        yield assemble_scripted(tmp_path)
-        ended.append(asyncio.get_running_loop())
-
-    monkeypatch.setattr(session, "start", start)
-    return began, ended
-
-
-async def test_services_run_in_their_own_loop_beside_one_that_runs(loops):
-    async def where():
-        return asyncio.get_running_loop()
-
-    with running_services(CONFIG) as (portal, _):
-        began, ended = loops
-        assert portal.call(where) is began[0] is not asyncio.get_running_loop()
-        assert ended == []
-    assert ended == began
-
-
-def test_a_start_that_fails_raises(monkeypatch):
-    @asynccontextmanager
-    async def start(config):
-        raise StartError("no shards")
-        yield
-
-    monkeypatch.setattr(session, "start", start)
-    with pytest.raises(StartError, match="no shards"), running_services(CONFIG):
-        pass
 
 
 def test_only_the_known_noise_of_grpc_is_ignored(caplog):

@@ -57,13 +57,6 @@ def test_ready_and_closed(start):
     process.close()
 
 
-def test_flags_are_passed_on(start):
-    process = start("log('ERROR', ' '.join(sys.argv[1:])); sys.exit(1)", "--dtype=float32")
-    with pytest.raises(ShardsProcessError) as caught:
-        process.wait_until_ready()
-    assert str(caught.value) == "shards --end-with-stdin --json-output --dtype=float32"
-
-
 @pytest.mark.parametrize(
     "script, expected",
     [
@@ -93,14 +86,6 @@ def test_the_log_goes_to_logging(start, caplog):
         ("child", "ERROR", "a step failed"),
     ]
     assert process.last_words() == "a step failed"
-
-
-def test_one_that_does_not_end_is_killed(start, monkeypatch):
-    monkeypatch.setattr(shards_process, "END_TIMEOUT_S", 0.1)
-    process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)")
-    process.wait_until_ready()
-    process.close()
-    assert not process.is_alive
 
 
 def test_a_log_line_says_which_shard_it_is_of(start, caplog):
