@@ -7,7 +7,6 @@ from text_generation_launcher.config import (
     LauncherConfig,
     console_script,
     create_config,
-    log_level,
 )
 from text_generation_launcher.options import read_options
 from text_generation_process import tracing
@@ -85,24 +84,34 @@ def test_several_shards_know_each_other(mode: Mode) -> None:
     assert config.master_port is None
 
 
+NO_CACHE, NO_CHUNKS = "--disable-prefix-caching", "--disable-prefill-chunking"
+
+
 @pytest.mark.parametrize(
-    "argv, expected",
+    "argv, environment, beginning, expected",
     [
-        (["--rope-factor", "2"], ["--rope-scaling=linear", "--rope-factor=2"]),
-        (["--rope-scaling", "dynamic"], ["--rope-scaling=dynamic", "--rope-factor=1.0"]),
-        (
-            ["--rope-scaling", "dynamic", "--rope-factor", "2"],
-            ["--rope-scaling=dynamic", "--rope-factor=2"],
-        ),
-        ([], []),
+        (["--rope-factor", "2"], {}, "--rope", ["--rope-scaling=linear", "--rope-factor=2"]),
+        (["--rope-scaling=dynamic"], {}, "--rope", ["--rope-scaling=dynamic", "--rope-factor=1.0"]),
+        ([], {}, "--rope", []),
+        (["--max-input-length", "7"], {}, "--max-input", ["--max-input-tokens=7"]),
+        ([], {"PREFIX_CACHING": "true", "PREFILL_CHUNKING": "1"}, "--disable-pre", []),
+        ([], {"PREFIX_CACHING": "", "USE_PREFIX_CACHING": "True"}, "--disable-pre", []),
+        ([], {"PREFIX_CACHING": "false"}, "--disable-pre", [NO_CACHE]),
+        ([NO_CACHE], {"PREFIX_CACHING": "0"}, "--disable-pre", [NO_CACHE]),
+        ([], {"USE_PREFIX_CACHING": "False"}, "--disable-pre", [NO_CACHE]),
+        ([], {"PREFILL_CHUNKING": "0"}, "--disable-pre", [NO_CHUNKS]),
+        (["--port", "3000"], {"AIP_HTTP_PORT": "8080"}, "--port", ["--port=8080"]),
+        ([], {"REQUEST_TIMEOUT": "2.5"}, "--request", ["--request-timeout=2.5"]),
+        ([], {"MAX_QUEUE_WAIT": "2.5"}, "--max-queue", ["--max-queue-wait=2.5"]),
+        ([], {"LOG_LEVEL": "trace"}, "DEBUG", ["DEBUG", "DEBUG"]),
+        ([], {"LOG_LEVEL": "WARN"}, "WARN", ["WARNING", "WARNING"]),
+        ([], {"LOG_LEVEL": ""}, "INFO", ["INFO", "INFO"]),
     ],
 )
-def test_rope_scaling(argv, expected):
-    assert [a for a in create(*argv).shards[0].argv if a.startswith("--rope")] == expected
-
-
-def test_the_old_name_of_the_input_limit():
-    assert "--max-input-tokens=7" in create("--max-input-length", "7").router.argv
+def test_shard_and_router_get_these_arguments(argv, environment, beginning, expected):
+    config = create(*argv, **environment)
+    given = (*config.shards[0].argv, *config.router.argv)
+    assert [argument for argument in given if argument.startswith(beginning)] == expected
 
 
 @pytest.mark.parametrize(
@@ -139,29 +148,6 @@ def test_options_that_contradict_each_other(argv, environment, expected):
     with pytest.raises(InvalidOptions, match=expected) as caught:
         create(*argv, **environment)
     assert "\n" not in str(caught.value)
-
-
-def test_environment_variables_that_ask_for_what_is_done_anyway():
-    argv = create(PREFIX_CACHING="true", PREFILL_CHUNKING="1").router.argv
-    other = create(ATTENTION="", PREFIX_CACHING="", USE_PREFIX_CACHING="True").router.argv
-    assert argv == other == create().router.argv
-    assert not any("disable-pre" in argument for argument in argv)
-
-
-@pytest.mark.parametrize(
-    ("environment", "flag"),
-    [
-        ({"PREFIX_CACHING": "false"}, "--disable-prefix-caching"),
-        ({"PREFIX_CACHING": "0"}, "--disable-prefix-caching"),
-        ({"USE_PREFIX_CACHING": "False"}, "--disable-prefix-caching"),
-        ({"PREFILL_CHUNKING": "0"}, "--disable-prefill-chunking"),
-        ({"DISABLE_PREFIX_CACHING": "true"}, "--disable-prefix-caching"),
-    ],
-)
-def test_tgis_variables_turn_features_off(environment: dict[str, str], flag: str) -> None:
-    config = create(**environment)
-    assert config.router.argv.count(flag) == 1
-    assert create(flag, **environment).router.argv.count(flag) == 1
 
 
 def test_a_local_directory_keeps_its_name(tmp_path: Path):
@@ -213,31 +199,6 @@ def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
     router = create(*argv, **environment).router
     assert router.environment["API_KEY"].split("\n") == keys
     assert not any("api-key" in part or key in part for part in router.argv for key in keys)
-
-
-def test_the_port_of_vertex_and_tls():
-    config = create("--port", "3000", AIP_HTTP_PORT="8080")
-    assert config.port == 8080
-    assert "--port=8080" in config.router.argv and "--port=3000" not in config.router.argv
-    assert not config.has_tls and create(SSL_CERTFILE=__file__, SSL_KEYFILE=__file__).has_tls
-
-
-@pytest.mark.parametrize(
-    "given, own, passed_on",
-    [
-        ("info", "INFO", "INFO"),
-        ("WARN", "WARN", "WARNING"),
-        ("warning", "WARN", "WARNING"),
-        ("trace", "DEBUG", "DEBUG"),
-        ("", "INFO", "INFO"),
-    ],
-)
-def test_log_level(given, own, passed_on):
-    assert log_level({"LOG_LEVEL": given}) == own
-    config = create(LOG_LEVEL=given)
-    for command in (*config.shards, config.router):
-        assert command.argv[-3:] == ("--logger-level", passed_on, "--json-output")
-        assert "LOG_LEVEL" not in command.environment
 
 
 def test_programs_are_those_of_this_installation(tmp_path: Path, monkeypatch):
@@ -292,37 +253,19 @@ def test_the_files_of_a_batch(names, expected, tmp_path: Path):
         create(*argv, mode=Mode.BATCH)
 
 
-def test_a_name_without_traces():
-    expected = "--otlp-service-name has no effect without --otlp-endpoint"
-    assert expected in create("--otlp-service-name", "mine").notes
-
-
 def test_traces_without_their_packages(monkeypatch):
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(InvalidOptions, match="--otlp-endpoint needs OpenTelemetry, which is not"):
         create("--otlp-endpoint", "http://c:4317")
 
 
-@pytest.mark.parametrize("endpoint", ["", "c:4317", "http://c:4317/v1/traces"])
-def test_an_invalid_endpoint(capfd, endpoint):
-    with pytest.raises(SystemExit) as ended:
-        read_options(["--otlp-endpoint", endpoint], {})
-    assert ended.value.code == 2
-    said = "argument --otlp-endpoint: expected the gRPC address of a collector, like http://"
-    assert said in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["paged", "flashdecoding", "flashdecoding-ipex", "flashinfer"])
-def test_a_kernel_of_tgi_is_named_and_not_refused(name: str):
-    assert [note.split()[0] for note in create(ATTENTION=name).notes] == [f"ATTENTION={name}"]
-
-
-@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"])
-def test_children_inherit_the_variables_that_they_read(variable: str):
-    config = create("--model-id", "a/b", **{variable: "1"})
-    assert config.router is not None and config.download is not None
-    for command in (config.download, config.router, *config.shards):
-        assert command.environment[variable] == "1"
+@pytest.mark.parametrize("name", ["paged", "flashdecoding-ipex"])
+def test_what_has_no_effect_is_noted(name: str):
+    config = create("--otlp-service-name", "mine", ATTENTION=name)
+    assert [note.split()[0] for note in config.notes] == [
+        f"ATTENTION={name}",
+        "--otlp-service-name",
+    ]
 
 
 def test_the_number_of_shards_and_where_they_meet():
@@ -340,14 +283,3 @@ def test_the_number_of_shards_and_where_they_meet():
         "--master-addr",
         "--master-port",
     ]
-
-
-@pytest.mark.parametrize("name", ["REQUEST_TIMEOUT", "MAX_QUEUE_WAIT"])
-def test_how_long_a_request_may_take(name: str, capsys: pytest.CaptureFixture[str]):
-    router = create(**{name: "2.5"}).router
-    assert router is not None
-    assert f"--{name.lower().replace('_', '-')}=2.5" in router.argv
-    for bad in ("0", "-1", "nan", "inf", "long"):
-        with pytest.raises(SystemExit):
-            create(**{name: bad})
-        assert f"{name}: expected a number above 0, got '{bad}'" in capsys.readouterr().err

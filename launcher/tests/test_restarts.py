@@ -1,17 +1,13 @@
 """Restarts of ended processes: when, how often, and of which."""
 
-from pathlib import Path
-from types import SimpleNamespace
+import os
+import signal
 
 import pytest
 from text_generation_launcher.config import create_config
 from text_generation_launcher.failures import ChildDied
-from text_generation_launcher.log import Log
 from text_generation_launcher.options import read_options
-from text_generation_launcher.pipes import RouterPipes
-from text_generation_launcher.process import Command
 from text_generation_launcher.restarts import LEAST_PATIENCE_S, LIMIT, WINDOW_S, Part, Restarts
-from text_generation_launcher.supervisor import Supervisor
 from text_generation_process.option import Mode
 
 from launcher.tests.fakes import FakeChild, FakeLog, World
@@ -147,40 +143,47 @@ def test_other_modes_have_none(mode, capsys):
     assert "restart" not in read_options([], {"RESTART": "true"}, mode)
 
 
-@pytest.fixture
-def supervisor(tmp_path: Path, world: World):
-    """Two shards that do not listen yet, and the router; all have just been restarted."""
-    values = read_options(["--num-shard=2", f"--shard-uds-path={tmp_path / 'shard'}"], {})
-    supervisor = Supervisor(create_config(values, {}), Log("ERROR", False))
-    paths = [str(tmp_path / name) for name in ("shard-0", "shard-1")]
-    supervisor._addresses = SimpleNamespace(sockets=SimpleNamespace(paths=paths))  # type: ignore[assignment]
-    names = ("shard 0", "shard 1", "the router")
-    *shards, router = (FakeChild(world, Command(name, name, (), {})) for name in names)
-    supervisor._shards = shards  # type: ignore[assignment]
-    supervisor._router, supervisor._pipes = router, RouterPipes()  # type: ignore[assignment]
-    supervisor._is_socket_awaited = True
-    yield supervisor
-    supervisor._pipes.close()
+def pipe_of(child: FakeChild) -> int:
+    """The end of the pipe that a router got, which stays open."""
+    [given] = [one for one in child.command.argv if one.startswith("--launcher-fd=")]
+    return os.dup(int(given.partition("=")[2]))
 
 
-def test_losses_count_once_new_shards_listen(supervisor: Supervisor, tmp_path: Path):
-    supervisor._pipes.losses.append("of the shards before")
-    supervisor._listen()
-    (tmp_path / "shard-0").touch()
-    supervisor._listen()
-    supervisor._pipes.losses.append("they do not answer")
-    with pytest.raises(ChildDied, match="declared the shards lost: they do not answer"):
-        supervisor._listen()
-    assert not any(shard.is_alive for shard in supervisor._shards)
-    assert supervisor._router.is_alive
+def test_losses_count_once_new_shards_listen(world: World):
+    pipes: list[int] = []
+    alive, lost = b"alive\n", b'{"event": "lost", "why": "they do not answer"}\n'
+
+    def listen_late(child: FakeChild) -> None:
+        (world.folder / "shard-0").unlink(missing_ok=True)
+        world.after(5.0, lambda: world.listen(child))
+
+    world.behaviours["the router"] = lambda child: pipes.append(pipe_of(child))
+    world.behaviours["shard 0"] = listen_late
+    world.end_later("shard 0", 10.0, -signal.SIGKILL)
+    for second in range(1, 80):
+        line = lost if second in (12, 40) else alive  # of the shard before, and of the new one
+        world.after(second, lambda line=line: os.write(pipes[-1], line))
+    world.stop(80.0)
+    assert world.run(restarts=True) == 0
+    assert [line for line in world.log.lines if "is replaced" in line] == [
+        f"shard 0 is replaced ({number} of 5 in 10 minutes)" + ", in 0.5 s" * (number - 1)
+        for number in (1, 2)
+    ]
+    assert "the router has declared the shards lost: they do not answer" in world.log.lines
+    assert sum(line.startswith("the router started") for line in world.trace) == 1
+    os.close(pipes[0])
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_silent_router_is_named_and_ended(supervisor: Supervisor, monkeypatch, is_stopped):
-    supervisor._router.is_stopped = is_stopped
-    monkeypatch.setattr(supervisor._pipes, "is_silent", lambda now: True)
-    stopped = r" \(the router is stopped, as by SIGSTOP\)" if is_stopped else ""
-    with pytest.raises(ChildDied, match=f"the router has not answered for 60 s{stopped}$"):
-        supervisor._end_silent_router()
-    assert not supervisor._router.is_alive
-    assert all(shard.is_alive for shard in supervisor._shards)
+def test_a_silent_router_is_named_and_ended(world: World, is_stopped: bool):
+    def beat_once(child: FakeChild) -> None:
+        pipe = pipe_of(child)
+        os.write(pipe, b'{"event": "alive"}\n')
+        os.close(pipe)
+        child.is_stopped = is_stopped
+
+    world.behaviours["the router"] = beat_once
+    assert world.run() == 1
+    stopped = " (the router is stopped, as by SIGSTOP)" if is_stopped else ""
+    assert world.log.lines[-1] == f"the router has not answered for 5 s{stopped}"
+    assert not world.children["the router"].is_alive
