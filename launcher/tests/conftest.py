@@ -20,13 +20,11 @@ SETTLED_S = 10.0
 
 LAUNCHER = """
 import json, os, sys
-from dataclasses import replace
 from pathlib import Path
 from text_generation_launcher import pipes, restarts, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
-from text_generation_process.option import Mode
-from text_generation_launcher.process import Command, block_signals, end_with_stdin
+from text_generation_launcher.process import Command, block_signals
 
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
@@ -34,32 +32,24 @@ pipes.STARTING_SILENCE_S, pipes.SILENCE_S = given["silences_s"]
 restarts.FIRST_DELAY_S = 0.01
 
 def command(name, program):
-    argv = (sys.executable, "-c", program, "{model_path}", "{master_port}")
+    argv = (sys.executable, "-c", program, "{model_path}")
     # `make coverage` measures the launcher, not these scripts.
     environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
     return Command(name, name, argv, environment)
 
-def shard(rank):
-    program = f"RANK = {rank};" + given["shard"]
-    number = rank if given["num_shards"] > 1 else None
-    return replace(command(f"shard {rank}", program), rank=number)
-
 block_signals()
-if given["mode"] == "shards":
-    end_with_stdin()
 config = LauncherConfig(
     download=command("download", given["download"]) if given["download"] else None,
     model_path=None if given["download"] else Path("/models/some"),
-    shards=tuple(map(shard, range(given["num_shards"]))),
+    shards=(command("shard 0", given["shard"]),),
     router=command("the router", given["router"]),
-    mode=Mode(given["mode"]),
     shard_uds_path=given["uds"],
     hostname="127.0.0.1",
     port=given["port"],
-    termination_timeout_s=given["timeout_s"],
+    termination_timeout_s=5.0,
     restarts=given["restarts"],
 )
-sys.exit(supervisor.Supervisor(config, Log("INFO", given["json_output"])).run())
+sys.exit(supervisor.Supervisor(config, Log("INFO", json_output=False)).run())
 """
 
 PRELUDE = """
@@ -80,19 +70,16 @@ def begin(name):
         os._exit(0)
     signal.signal(signal.SIGTERM, end)
     pid_file(name)
-def be_stubborn():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def sleep():
     time.sleep(600)
 def wait_for(name):
     while not (FOLDER / name).exists(): time.sleep(0.01)
 def serve_shard():
     global shard_socket
-    name = "shard" if RANK == 0 else f"shard-{{RANK}}"
-    begin(name)
+    begin("shard")
     shard_socket = socket.socket(socket.AF_UNIX)
-    shard_socket.bind(f"{{UDS}}-{{RANK}}")
-    note(name + " started with " + sys.argv[1])
+    shard_socket.bind(f"{{UDS}}-0")
+    note("shard started with " + sys.argv[1])
 def beat():
     [pipe] = [given for given in sys.argv if given.startswith("--launcher-fd=")]
     os.write(int(pipe.partition("=")[2]), b'{{"event":"alive"}}\\n')
@@ -192,10 +179,6 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         shard: str = "serve_shard(); sleep()",
         router: str = "serve_router()",
         download: str | None = None,
-        timeout_s: float = 5,
-        json_output: bool = False,
-        mode: str = "serve",
-        num_shards: int = 1,
         silences_s: tuple[float, float] = (60.0, 5.0),
         restarts: bool = False,
         **popen: object,
@@ -207,10 +190,6 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
             "router": prelude + router,
             "uds": uds,
             "port": free_port,
-            "timeout_s": timeout_s,
-            "json_output": json_output,
-            "mode": mode,
-            "num_shards": num_shards,
             "silences_s": silences_s,
             "restarts": restarts,
         }

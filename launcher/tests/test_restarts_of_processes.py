@@ -18,8 +18,6 @@ def beats():
 threading.Thread(target=beats, daemon=True).start()
 serve_router()
 """
-# What serves, but is not ready any more once it is started again.
-HANGS_AGAIN = "if (FOLDER / 'again').exists(): begin('shard' if 'RANK' in globals() else 'router');"
 
 
 def pids(launched: Launched) -> dict[str, int]:
@@ -63,9 +61,8 @@ def test_too_many_ends_are_the_end_with_the_sentence_of_the_first(launch):
 
 @pytest.mark.parametrize("name", ["shard", "router"])
 def test_a_stop_while_one_is_replaced(launch, name):
-    scripts = {"shard": f"{HANGS_AGAIN} sleep()\nserve_shard(); sleep()"}
-    if name == "router":
-        scripts = {"router": f"{HANGS_AGAIN} sleep()\nserve_router()"}
+    hangs_again = f"if (FOLDER / 'again').exists(): begin({name!r}); sleep()\n"
+    scripts = {name: hangs_again + f"serve_{name}(); sleep()"}
     launched = launch(**scripts, restarts=True)
     launched.wait_for_line("Ready on")
     before = launched.wait_for_child(name)
