@@ -1,6 +1,6 @@
 """Processes that end while the server serves are replaced: clients get their tokens or an error.
 
-What the launcher does is tested with small scripts as children, in launcher/tests.
+What the launcher does is tested with played children, in launcher/tests.
 """
 
 import json
@@ -189,6 +189,14 @@ def test_a_router_that_is_killed_is_replaced(
         wait_until(lambda: "the router is replaced (2 of 5" in served.log, 10, "it begins")
         shard.kill()
     assert ids(read(served, 1)[0]) == tokens[1]
+
+
+def test_a_router_that_is_stopped_is_replaced(served: LauncherHandle) -> None:
+    shard = served.child(SHARD)
+    with ready_again(served):
+        served.child(ROUTER).suspend()
+    assert served.child(SHARD) == shard
+    assert "the router has not answered for 5 s (the router is stopped, as by" in served.log
 
 
 def test_streams_that_are_not_resumed_are_told(tokens: list[list[int]]) -> None:

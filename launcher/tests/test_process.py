@@ -110,3 +110,19 @@ def test_a_program_that_does_not_exist():
     missing = Command("shard 0", "shard", ("/nowhere/program",), {})
     with pytest.raises(ProcessError, match="cannot start shard 0: /nowhere/program: No such file"):
         ManagedProcess(missing, print)
+
+
+def test_an_adopted_orphan_does_not_stay_as_a_zombie():
+    """The first process of a container adopts all orphans."""
+    script = (
+        "import ctypes, os, subprocess, sys, time\n"
+        "from text_generation_launcher.process import reap_orphans\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"  # PR_SET_CHILD_SUBREAPER
+        "orphan = subprocess.check_output(['sh', '-c', 'sleep 0.1 >/dev/null & echo $!'])\n"
+        "until = time.monotonic() + 10\n"
+        "while os.path.exists(f'/proc/{int(orphan)}'):\n"
+        "    reap_orphans(())\n"
+        "    time.sleep(0.01)\n"
+        "    assert time.monotonic() < until\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -143,6 +143,18 @@ def test_other_modes_have_none(mode, capsys):
     assert "restart" not in read_options([], {"RESTART": "true"}, mode)
 
 
+def test_too_many_ends_are_the_end_with_the_sentence_of_the_first(world: World):
+    def fail_later(child: FakeChild) -> None:
+        world.listen(child)
+        world.after(2.0, lambda: child.end(7, "config.json is gone"))
+
+    world.behaviours["shard 0"] = fail_later
+    assert world.run(restarts=True) == 1
+    assert "shard 0 is replaced (5 of 5 in 10 minutes), in 4 s" in world.log.lines
+    assert "shard 0 is not replaced again: the limit is 5 times in 10 minutes" in world.log.lines
+    assert world.log.lines[-1].endswith("config.json is gone")
+
+
 def pipe_of(child: FakeChild) -> int:
     """The end of the pipe that a router got, which stays open."""
     [given] = [one for one in child.command.argv if one.startswith("--launcher-fd=")]

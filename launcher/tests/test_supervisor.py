@@ -1,5 +1,9 @@
-"""The life of a launcher with played children, in virtual time. Real ones: test_launched.py."""
+"""The life of a launcher with played children, in virtual time.
 
+integration_tests/test_lifecycle.py and test_restarts.py have real ones.
+"""
+
+import os
 import signal
 
 import pytest
@@ -162,8 +166,17 @@ def test_the_log_says_what_is_waited_for(world: World):
         world.behaviours[f"shard {rank}"] = lambda child, m=message: setattr(
             child, "last_message", m
         )
+    told: list[int] = []
+
+    def keep_pipe(child: FakeChild) -> None:
+        [given] = [one for one in child.command.argv if one.startswith("--progress-fd=")]
+        told.append(os.dup(int(given.partition("=")[2])))
+
+    world.behaviours["the router"] = keep_pipe
     world.stop(7.0)
     assert world.run(num_shards=3) == 0
+    assert b"shard 0: loading weights: 40 of 80 tensors" in os.read(told[0], 4096)
+    os.close(told[0])
     index_of(
         world,
         "Waiting for shard 0 to be ready: loading weights: 40 of 80 tensors; "
