@@ -79,19 +79,6 @@ def test_a_closed_loop(tmp_path: Path, capsys):
     assert "| Figure | 1 client | 3 clients |" in said and "| requests_ok | 6 | 6 |" in said
 
 
-def test_an_open_loop_does_not_wait(tmp_path: Path):
-    with scripted(openai(lambda _path, _body: completion(2, gap_s=0.4))) as server:
-        flags = ["--rate", "100", "--requests", "20", "--seed", "3", "--model", "second"]
-        code, report = load(server, tmp_path, *flags)
-    [point] = report["points"]
-    assert (code, point["rate"], point["requests_ok"]) == (0, 100, 20)
-    assert point["elapsed_s"] < 20 * 0.8 / 2, "one behind the other they would take 16 s"
-    due, sent = point["ttft_from_due_ms"], point["ttft_ms"]
-    assert due["lowest"] >= sent["lowest"] and due["p99"] >= sent["p99"]
-    assert {body["model"] for body in server.bodies("/v1/completions")} == {"second"}
-    assert "the median answer has 2 tokens, and 4 were requested" in report["notes"][-1]
-
-
 @pytest.mark.parametrize("loop", [("--clients", "2"), ("--rate", "20")])
 def test_seconds_end_a_point(loop: tuple[str, str], tmp_path: Path):
     with scripted(openai(lambda _path, _body: completion(4, gap_s=0.01))) as server:
@@ -202,26 +189,6 @@ def test_a_chat_without_usage_counts_events(tmp_path: Path):
     assert "events with text are counted" in report["notes"][0]
     assert {headers.get("Authorization") for _, _, headers in server.asked} == {"Bearer secret"}
     assert "secret" not in json.dumps(report)
-
-
-def test_tgi_is_found_by_its_info(tmp_path: Path, monkeypatch):
-    def answer(path: str, body: Json) -> Reply:
-        if path == "/info":
-            return json_reply({"model_id": "a/b", "version": "3.0"})
-        count = body["parameters"]["max_new_tokens"]
-        token = event({"token": {"id": 1, "text": "x"}, "generated_text": None})
-        details = {"generated_tokens": count, "input_length": 9}
-        last = event({"token": {"id": 2}, "generated_text": "x", "details": details})
-        return Reply(pieces=[*[token] * (count - 1), last])
-
-    monkeypatch.setenv("OPENAI_API_KEY", "mine")
-    with scripted(answer) as server:
-        code, report = load(server, tmp_path, "--requests", "3", "--no-ignore-eos")
-    parameters, [point] = report["parameters"], report["points"]
-    assert (code, parameters["api"], parameters["model"]) == (0, "tgi", "a/b")
-    assert (point["input_tokens_got_p50"], point["output_tokens_got_p50"]) == (9, 4)
-    assert server.bodies("/generate_stream")[-1]["parameters"].get("ignore_eos_token") is None
-    assert server.asked[-1][2]["Authorization"] == "Bearer mine"
 
 
 @pytest.mark.parametrize(

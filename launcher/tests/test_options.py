@@ -114,19 +114,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "argv, environment",
-    [
-        (["--speculate", "0"], {}),
-        ([], {"TRUST_REMOTE_CODE": "false", "NGROK": "false"}),
-    ],
-)
-def test_asking_for_what_is_done_anyway_is_not_refused(argv, environment):
-    values = read_options(argv, environment)
-    refuse(values)
-    assert notes(values) == ()
-
-
 def test_options_without_effect_are_said_to_have_none():
     argv = ["--usage-stats", "on", "--disable-custom-kernels", "--enable-prefill-logprobs"]
     values = read_options(argv, {})
@@ -204,15 +191,6 @@ def test_a_flag_of_another_mode_is_unknown(mode, argv, environment, capsys):
     with pytest.raises(SystemExit):
         read_options(argv, {}, mode)
     assert f"unrecognized arguments: {argv[0]}" in capsys.readouterr().err
-
-
-def test_each_mode_has_a_help_of_its_own(capsys):
-    for mode, expected in ((Mode.SHARDS, "--end-with-stdin"), (Mode.BATCH, "--output")):
-        with pytest.raises(SystemExit):
-            read_options(["--help"], {}, mode)
-        said = capsys.readouterr().out
-        assert f"text-generation-launcher {mode.value}" in said and expected in said
-        assert "--port" not in said
 
 
 # A value for each kind of option: the first that it takes.

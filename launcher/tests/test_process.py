@@ -41,11 +41,6 @@ def test_lines_are_relayed_with_their_level_and_rank():
     assert (child.returncode, child.last_message) == (0, "b")
 
 
-def test_an_object_that_is_no_record_is_the_answer():
-    child, lines = ended('echo \'{"model_path": "/m"}\'')
-    assert (child.answer, lines) == ({"model_path": "/m"}, [])
-
-
 def test_while_it_starts_an_error_is_held_until_the_next_line():
     child, lines = ended("log ERROR first; log INFO then; log ERROR last; exit 1")
     assert [one.message for one in lines] == ["first", "then"]
@@ -84,15 +79,6 @@ def test_its_process_group_ends_with_it():
     child.kill()
     assert child.returncode == -signal.SIGKILL
     assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def test_a_descriptor_is_inherited():
-    reader, writer = os.pipe()
-    child, _ = ended(f"printf x > /proc/self/fd/{writer}", descriptors=(writer,))
-    os.close(writer)
-    assert os.read(reader, 10) == b"x" and os.read(reader, 10) == b""
-    os.close(reader)
-    assert child.returncode == 0
 
 
 def test_a_child_that_draws_writes_to_the_standard_error_of_the_launcher(capfd):

@@ -8,7 +8,6 @@ from text_generation_launcher.config import create_config
 from text_generation_launcher.failures import ChildDied
 from text_generation_launcher.options import read_options
 from text_generation_launcher.restarts import LEAST_PATIENCE_S, LIMIT, WINDOW_S, Part, Restarts
-from text_generation_process.option import Mode
 
 from launcher.tests.fakes import FakeChild, FakeLog, World
 
@@ -53,22 +52,6 @@ def test_rare_ends_do_not_add_up():
     # At this time the first of five leaves the window.
     assert part.delay_after_end(2 * 3600 + WINDOW_S) == 0.0
     assert len(part.ends) == LIMIT
-
-
-def test_only_what_has_ended_is_replaced():
-    family = FakeFamily()
-    family.die(10.0, "shard 0")
-    assert not family.restarts.is_whole
-    family.restarts.bring_back(10.0)
-    assert family.started == [("shard 0", 1)]
-    family.is_ready = True
-    family.restarts.bring_back(11.5)
-    assert family.restarts.is_whole
-    assert family.log.lines == [
-        "shard 0 died",
-        "shard 0 is replaced (1 of 5 in 10 minutes)",
-        "Ready again after 1.5 s",
-    ]
 
 
 def test_a_part_that_ends_again_waits():
@@ -133,14 +116,6 @@ def test_flags(argv, environment, restarts):
     assert ("--restart" in config.router.argv) == restarts
     assert "--resume-streams=false" in config.router.argv
     assert any("--resume-streams has no effect" in note for note in config.notes) != restarts
-
-
-@pytest.mark.parametrize("mode", [Mode.SHARDS, Mode.BATCH])
-def test_other_modes_have_none(mode, capsys):
-    with pytest.raises(SystemExit):
-        read_options(["--no-restart"], {}, mode)
-    assert "unrecognized arguments: --no-restart" in capsys.readouterr().err
-    assert "restart" not in read_options([], {"RESTART": "true"}, mode)
 
 
 def test_too_many_ends_are_the_end_with_the_sentence_of_the_first(world: World):

@@ -216,12 +216,6 @@ def test_the_exit_code_of_a_batch_is_the_launchers(world: World, code):
     ]
 
 
-def test_a_batch_that_is_killed_is_a_failure(world: World):
-    world.end_later("the batch", 1.0, -signal.SIGKILL)
-    assert world.run(Mode.BATCH) == 1
-    assert "the batch was killed by signal 9" in world.log.lines[-1]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_batch_is_a_failure(world: World, number):
     world.stop(1.0, number)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from text_generation_process.descriptors import MAX_BYTES, MAX_LINES, LineStream, Output
+from text_generation_process.descriptors import MAX_LINES, LineStream, Output
 
 from launcher.tests.conftest import wait_until
 
@@ -62,16 +62,6 @@ def test_lines_that_have_no_room_are_dropped_and_counted_in_their_place(pipe):
     output.write("again")
     assert read_until(pipe[0], b"again") == [b"again"]
     assert output.num_dropped == dropped
-
-
-def test_bytes_are_bounded_as_well(pipe):
-    output = Output(pipe[1], describe)
-    for _ in range(8):
-        output.write("x" * (MAX_BYTES // 4))
-    assert 2 <= output.num_dropped <= 4
-    lines = read_until(pipe[0], b"%d dropped" % output.num_dropped)
-    assert {len(line) for line in lines[:-1]} == {MAX_BYTES // 4}
-    assert len(lines) == 9 - output.num_dropped
 
 
 @pytest.mark.parametrize("kind", ["socket", "terminal"])

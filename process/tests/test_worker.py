@@ -111,14 +111,6 @@ def test_an_idle_process_that_died_is_replaced(worker: Worker, is_server: bool) 
     assert (server_of(worker) == server) == (not is_server)
 
 
-def test_calls_of_several_threads_run_beside_each_other(shared: Worker) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        hanging = pool.submit(shared.call, "sleep", b"", 0.5)
-        pids = {pid_of(shared) for _ in range(3)}
-        assert not hanging.done() and len(pids) == 1
-        assert isinstance(hanging.exception(), WorkerTimeoutError)
-
-
 def test_a_runner_that_ignores_its_timeout_is_ended_with_its_server(worker: Worker) -> None:
     server = server_of(worker)
     with pytest.raises(WorkerTimeoutError):

@@ -105,18 +105,6 @@ both_tokenizers = pytest.mark.parametrize("is_special", [False, True], ids=["tex
 every_format = pytest.mark.parametrize("form", ALL, ids=names)
 
 
-def test_a_token_is_allowed_exactly_where_it_is_taken() -> None:
-    """`Matched.takes` looks at no mask."""
-    encode = tokenizer(True)[0].encode
-    made = compiled(FORMATS["hermes"], "auto", is_special=True)._matcher
-    made.reset()
-    for token_id in encode(FORMATS["hermes"].write_calls([WEATHER]), add_special_tokens=False).ids:
-        mask = made.compute_logit_bias()
-        for other in {token_id, *encode("} a <tool_call>").ids}:
-            assert bool(mask[other]) == (made.validate_tokens([other]) == 1)
-        assert made.consume_token(token_id)
-
-
 @both_tokenizers
 @every_format
 def test_auto_takes_text_and_calls(form: ChatFormat, is_special: bool) -> None:

@@ -164,11 +164,6 @@ def encoded(**changes):
     return json.dumps({k: v for k, v in (GOOD | changes).items() if v is not None}).encode()
 
 
-def test_a_request():
-    request = read_request(encoded(more="is not read"))
-    assert request == ("a", "/v1/completions", b'{"prompt":"x"}')
-
-
 @pytest.mark.parametrize(
     "line, code, custom_id",
     [
@@ -209,23 +204,6 @@ def test_a_result_is_one_line_for_every_reader():
     assert response["request_id"].startswith("req_") and result["error"] is None
 
 
-def test_results_are_continued(tmp_path: Path):
-    path = tmp_path / "out.jsonl"
-    first = ResultsFile(path)
-    assert (first.custom_ids, first.num_failed) == ([], 0)
-    first.append(response_line("a", 200, b"{}"))
-    first.append(response_line("b", 404, b"{}"))
-    assert path.read_bytes().count(b"\n") == 2, "written as soon as it is appended"
-    first.append(error_line(LineError("invalid_json_line", "x")))
-    first.close()
-    again = ResultsFile(path)
-    assert (again.custom_ids, again.num_failed) == (["a", "b", None], 2)
-    again.append(response_line("d", 200, b"{}"))
-    again.close()
-    ids = [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
-    assert ids == ["a", "b", None, "d"]
-
-
 def test_a_torn_last_line_is_cut_wherever_it_is_torn(tmp_path: Path):
     path = tmp_path / "out.jsonl"
     whole = response_line("a", 200, b"{}")
@@ -237,15 +215,6 @@ def test_a_torn_last_line_is_cut_wherever_it_is_torn(tmp_path: Path):
         results.append(torn)
         results.close()
         assert path.read_bytes() == whole + torn
-
-
-@pytest.mark.parametrize("content", [b"notes\n", b"{}\n", b"[]\n", b'{"response": 3}\n'])
-def test_another_file_is_left_alone(tmp_path: Path, content):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(BatchError, match="is not a result of a batch"):
-        ResultsFile(path)
-    assert path.read_bytes() == content
 
 
 def test_two_batches_on_one_file(tmp_path: Path):

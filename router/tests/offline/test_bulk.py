@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ValidationError
 from text_generation_router.offline import SamplingParams
 from text_generation_router.offline.bulk import Bulk, Job
@@ -94,23 +93,3 @@ async def test_cancelling_ends_all(tmp_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-
-async def test_a_chat(tmp_path):
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    path = tmp_path / "chat.jinja"
-    path.write_text(template)
-    params = SamplingParams(max_tokens=6, n=2)
-    conversation = Conversation(
-        messages=({"role": "user", "content": "hi"},),
-        parameters=params.to_parameters(),
-        num_sequences=2,
-    )
-    async with bulk(tmp_path, tokenizer_config_path=str(path)) as (runner, _):
-        tally = Tally(1)
-        [result] = await runner.run([Job("given", conversation)], tally)
-    assert result.prompt == "given"
-    assert result.num_prompt_tokens == 2
-    assert [output.text for output in result.outputs] == ["hello ", "hello "]
-    assert result.outputs[0].token_ids == tuple(script_of("hello "))
-    assert tally.tokens == 12

@@ -1,6 +1,5 @@
 """A launcher of one's own, played by small scripts."""
 
-import json
 import logging
 import sys
 import time
@@ -86,11 +85,3 @@ def test_the_log_goes_to_logging(start, caplog):
         ("child", "ERROR", "a step failed"),
     ]
     assert process.last_words() == "a step failed"
-
-
-def test_a_log_line_says_which_shard_it_is_of(start, caplog):
-    caplog.set_level(logging.INFO)
-    line = dict(level="INFO", target="child", message="loading", rank=1)
-    process = start(f"print({json.dumps(line)!r}); ready(); wait()")
-    process.wait_until_ready()
-    assert [record.getMessage() for record in caplog.records] == ["shard 1: loading"]
