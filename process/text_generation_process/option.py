@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 Values = Mapping[str, tuple[str, ...]]
 """Option name to its values in canonical spelling: one, or several where the flag repeats."""
@@ -173,6 +174,9 @@ class Option:
 
 SHARD, ROUTER, DOWNLOAD = (Child.SHARD,), (Child.ROUTER,), (Child.DOWNLOAD,)
 HTTP = (Mode.SERVE,)
+router_option = partial(Option, to=ROUTER)
+server_option = partial(Option, to=ROUTER, modes=HTTP)
+shard_option = partial(Option, to=SHARD)
 WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
 
 
