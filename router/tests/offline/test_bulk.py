@@ -85,10 +85,9 @@ async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
 
 
 async def test_cancelling_ends_all(tmp_path):
-    async with bulk(tmp_path) as (runner, _):
-        tally = Tally(2)
-        task = asyncio.create_task(runner.run(jobs("a", "b", max_tokens=3000), tally))
-        while tally.tokens < 10:
+    async with bulk(tmp_path) as (runner, services):
+        task = asyncio.create_task(runner.run(jobs("a", "b", max_tokens=3000), Tally(2)))
+        while len(services.shards.rows) < 2:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

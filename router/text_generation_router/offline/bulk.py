@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.service import ChatStep, ToolCall, message_of
+from text_generation_router.chat.service import ToolCall
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.generation import Ending
 from text_generation_router.offline.progress import Tally
-from text_generation_router.request import FinishReason, Output, PrefillOutput, Token, TokenOutput
+from text_generation_router.request import FinishReason, Token
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -108,8 +108,11 @@ class Bulk:
         error: RouterError
         try:
             if isinstance(job.parameters, Conversation):
-                return await self._chat(job.prompt, job.parameters, tally)
-            return await self._generate(job.prompt, job.parameters, job.n, tally)
+                found = await self._chat(job.prompt, job.parameters)
+            else:
+                found = await self._text(job.prompt, job.parameters, job.n)
+            tally.tokens += sum(len(one.tokens) for one in found.completions)
+            return found
         except UnicodeEncodeError as reason:
             error = ValidationError(f"the prompt is not Unicode text: {reason.reason}")
         except RouterError as reason:
@@ -119,38 +122,28 @@ class Bulk:
         tally.failed += 1
         return RequestOutput(job.prompt, error=error)
 
-    async def _generate(
-        self, prompt: Any, parameters: GenerateParameters, n: int, tally: Tally
-    ) -> RequestOutput:
-        completions: list[CompletionOutput] = []
-        prompt_tokens: tuple[Token, ...] = ()
-        async with self._services.infer.start_many(parameters, n) as generations:
+    async def _text(self, prompt: Any, parameters: GenerateParameters, n: int) -> RequestOutput:
+        results = await self._services.infer.generate_many(parameters, n)
+        completions = [
+            _completion(index, one.tokens, one.top_tokens, one.ending)
+            for index, one in enumerate(results)
+        ]
+        [first, *_] = results
+        prompt_tokens = first.prefill.tokens
+        return RequestOutput(prompt, first.prompt_tokens, prompt_tokens, tuple(completions))
+
+    async def _chat(self, prompt: Any, conversation: Conversation) -> RequestOutput:
+        completions = []
+        async with self._services.chat.start(conversation) as generations:
             # All run at the same time, although they are read one after the other.
             for index, generation in enumerate(generations):
-                outputs: list[Output] = []
-                async for new in generation:
-                    outputs += new
-                    tally.tokens += sum(isinstance(one, TokenOutput) for one in new)
-                for one in outputs:
-                    prompt_tokens = one.tokens if isinstance(one, PrefillOutput) else prompt_tokens
+                message = await generation.collect()
                 assert generation.ending is not None
-                tokens = [one for one in outputs if isinstance(one, TokenOutput)]
-                completions.append(_completion(index, tokens, generation.ending))
-        num_prompt_tokens = generations[0].prompt_tokens
-        return RequestOutput(prompt, num_prompt_tokens, prompt_tokens, tuple(completions))
-
-    async def _chat(self, prompt: Any, conversation: Conversation, tally: Tally) -> RequestOutput:
-        completions: list[CompletionOutput] = []
-        async with self._services.chat.start(conversation) as generations:
-            for index, generation in enumerate(generations):
-                steps: list[ChatStep] = []
-                async for new in generation:
-                    steps += new
-                    tally.tokens += sum(len(step.outputs) for step in new)
-                assert generation.ending is not None
-                message = message_of(steps)
+                tokens = [output.token for output in message.outputs]
+                tops = [output.top_tokens for output in message.outputs if output.top_tokens]
+                completion = _completion(index, tokens, tops, generation.ending)
                 completion = replace(
-                    _completion(index, message.outputs, generation.ending),
+                    completion,
                     text=message.content or "",
                     reasoning=message.reasoning,
                     tool_calls=message.tool_calls,
@@ -159,14 +152,10 @@ class Bulk:
         return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
 
 
-def _completion(index: int, outputs: Sequence[TokenOutput], ending: Ending) -> CompletionOutput:
+def _completion(
+    index: int, tokens: Sequence[Token], tops: Sequence[tuple[Token, ...]], ending: Ending
+) -> CompletionOutput:
     generated = ending.generated
-    is_length = generated.finish_reason is FinishReason.LENGTH
-    return CompletionOutput(
-        index,
-        generated.text,
-        tuple(output.token for output in outputs),
-        tuple(output.top_tokens for output in outputs if output.top_tokens),
-        "length" if is_length else "stop",
-        generated.stop_reason,
-    )
+    reason = "length" if generated.finish_reason is FinishReason.LENGTH else "stop"
+    text, stop = generated.text, generated.stop_reason
+    return CompletionOutput(index, text, tuple(tokens), tuple(tops), reason, stop)
