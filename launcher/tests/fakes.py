@@ -29,9 +29,6 @@ class FakeLog:
 
     error = info
 
-    def debug(self, message: str) -> None:
-        pass
-
     def write(self, line: LogLine) -> None:
         self.lines.append(line.message)
 

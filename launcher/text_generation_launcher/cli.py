@@ -2,9 +2,11 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from text_generation_process.descriptors import fill_standard_descriptors, raise_file_limit
 from text_generation_process.option import InvalidOptions
@@ -14,20 +16,6 @@ from text_generation_launcher.log import Log
 from text_generation_launcher.options import describe, notes, read_options, secrets, split_mode
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
-
-PACKAGES = (
-    "pytgi",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface-hub",
-    "grpcio",
-    "protobuf",
-    "fastapi",
-    "uvicorn",
-    "pydantic",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,21 +59,20 @@ def describe_environment() -> str:
         "Runtime environment:",
         f"Python: {sys.version.split()[0]} ({sys.executable})",
         f"Platform: {platform.platform()}, {os.cpu_count()} cores",
+        f"pytgi: {metadata.version('pytgi')}",
     ]
-    for package in PACKAGES:
-        try:
+    for requirement in metadata.requires("pytgi") or ():
+        # `grpcio>=1.76,<2`
+        package = re.split(r"[^\w-]", requirement, maxsplit=1)[0]
+        with suppress(metadata.PackageNotFoundError):  # of an extra
             lines.append(f"{package}: {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{package}: not installed")
     try:
         run = subprocess.run(
             ["nvidia-smi"], capture_output=True, text=True, timeout=10, check=False
         )
         gpus = "\n" + (run.stdout or run.stderr).strip()
-    except FileNotFoundError:
-        gpus = "not found"
     except (OSError, subprocess.TimeoutExpired) as error:
-        gpus = f"failed: {error}"
+        gpus = str(error)
     return "\n".join([*lines, f"nvidia-smi: {gpus}"])
 
 

@@ -64,10 +64,6 @@ class LauncherConfig:
     """How long the router, then the shards, may take to end."""
 
 
-# TGI's values of ATTENTION.
-_ATTENTIONS = ("paged", "flashdecoding", "flashdecoding-ipex", "flashinfer")
-
-
 def console_script(name: str, module: str) -> tuple[str, ...]:
     """The command of a program of this installation, also if PATH does not have it."""
     script = Path(sys.executable).with_name(name)
@@ -94,7 +90,6 @@ def create_config(
 ) -> LauncherConfig:
     """Raises InvalidOptions for options that are not supported or contradict each other."""
     options.refuse(values)
-    attention = _attention_notes(environment)
     values = {**_switched_off(environment), **values}
     if mode is Mode.SERVE:
         values = {**values, "port": values.get("aip-http-port", values["port"])}
@@ -133,7 +128,7 @@ def create_config(
         socket_places=tuple(Path(place) for place in places if place),
         master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
         master_port=_number(values, "master-port"),
-        notes=(*attention, *_without_effect(mode, values, num_shards)),
+        notes=_without_effect(mode, values, num_shards, environment),
     )
     if mode is not Mode.SERVE:
         return config
@@ -166,10 +161,15 @@ def _has_api_key(values: Values) -> bool:
     return "api-key" in values or "api-key-file" in values
 
 
-def _without_effect(mode: Mode, values: Values, num_shards: int) -> tuple[str, ...]:
-    """Notes about flags that have no effect with one shard or without another flag."""
+def _without_effect(
+    mode: Mode, values: Values, num_shards: int, environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Notes about flags that have no effect with one shard or without another flag, and about
+    ATTENTION, which chooses one of TGI's kernels."""
     names = ("master-addr", "master-port") if num_shards == 1 else ()
     notes = [f"--{name} has no effect with one shard" for name in names if name in values]
+    if attention := environment.get("ATTENTION"):
+        notes.append(f"ATTENTION={attention} has no effect: pytgi has its own kernels")
     if "otlp-service-name" in values and "otlp-endpoint" not in values:
         notes.append("--otlp-service-name has no effect without --otlp-endpoint")
     if mode is Mode.SERVE and not _restarts(values) and "resume-streams" in values:
@@ -244,16 +244,6 @@ def _wrong_files(values: Values) -> Iterator[str]:
         yield f"--output {target} is a directory: give the name of a file"
     if target.exists() and target.samefile(source):
         yield f"--output {target} is the --input: give the results another file"
-
-
-def _attention_notes(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The note about ATTENTION, which chooses one of TGI's kernels."""
-    attention = environment.get("ATTENTION", "")
-    if attention and attention not in _ATTENTIONS:
-        raise InvalidOptions(
-            f"ATTENTION={attention} is not known: unset it, pytgi has its own kernels"
-        )
-    return (f"ATTENTION={attention} has no effect: pytgi has its own kernels",) if attention else ()
 
 
 def _switched_off(environment: Mapping[str, str]) -> Values:

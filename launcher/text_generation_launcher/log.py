@@ -115,10 +115,6 @@ class Log:
             # The launcher logs few lines itself, and the last one is the reason of its end.
             self._output.write(line, is_needed=True)
 
-    def debug(self, message: str) -> None:
-        """For developers only."""
-        self._log("DEBUG", message)
-
     def info(self, message: str) -> None:
         """Events."""
         self._log("INFO", message)

@@ -229,7 +229,6 @@ class Supervisor:
         argv = command.argv
         for name, value in known.items():
             argv = tuple(part.replace(name, value) for part in argv)
-        self._log.debug(f"starting {command.name}: {argv[:3]}")
         return ManagedProcess(replace(command, argv=argv), self._log.write)
 
     def _wait_for(self, waiting: dict[ManagedProcess, Callable[[], bool]]) -> None:

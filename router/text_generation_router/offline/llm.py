@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import MessageBody, ToolBody, to_messages
-from text_generation_router.config import RouterConfig
 from text_generation_router.offline.bulk import Bulk, Job, RequestOutput
 from text_generation_router.offline.progress import Tally, bar
 from text_generation_router.offline.sampling import SamplingParams, complaint
@@ -91,12 +90,7 @@ class LLM:
         given = _prompt_list(prompts)
         jobs = []
         for prompt, one in zip(given, _params_list(params, len(given)), strict=True):
-            parameters = one.to_parameters()
-            if isinstance(prompt, str):
-                parameters = replace(parameters, inputs=prompt)
-            else:
-                parameters = replace(parameters, input_ids=tuple(prompt))
-            jobs.append(Job(prompt, parameters, one.n))
+            jobs.append(Job(prompt, _with_prompt(one.to_parameters(), prompt), one.n))
         return self._run(jobs, progress)
 
     def chat(
@@ -149,23 +143,11 @@ class LLM:
         size = services.info.hidden_size
         if dimensions is not None and not 0 < dimensions <= size:
             raise ValueError(f"`dimensions` must be 1 to {size}. Given: {dimensions}")
-        requests = [
-            GenerateParameters(
-                inputs=prompt if isinstance(prompt, str) else "",
-                input_ids=None if isinstance(prompt, str) else tuple(prompt),
-                max_new_tokens=1,
-                pooling=services.pooling,
-            )
-            for prompt in _prompt_list(prompts)
-        ]
+        asked = GenerateParameters(inputs="", max_new_tokens=1, pooling=services.pooling)
+        requests = [_with_prompt(asked, prompt) for prompt in _prompt_list(prompts)]
         results = self._wait_for(partial(read_prompts, services.infer, requests))
         found = [result.prefill.pooled for result in results]
         return [list(vector_of(pooled, dimensions, normalize)) for pooled in found]
-
-    @property
-    def config(self) -> RouterConfig:
-        """The configuration of the router's part."""
-        return self._started.config
 
     def metrics(self) -> str:
         """The metrics of a server's /metrics, in Prometheus' text format."""
@@ -237,6 +219,12 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not is_sequence or not (isinstance(prompt, str) or all(type(i) is int for i in prompt)):
             raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r:.60}")
     return listed
+
+
+def _with_prompt(parameters: GenerateParameters, prompt: Prompt) -> GenerateParameters:
+    if isinstance(prompt, str):
+        return replace(parameters, inputs=prompt)
+    return replace(parameters, input_ids=tuple(prompt))
 
 
 def _params_list(
