@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -114,16 +114,17 @@ class ChatParser:
             if self._has_ended and self._num_calls:
                 break
             opening = self._patterns.opening if self._parses_tools else None
-            found = yield from self._show_until(opening, self._show)
+            found = yield from self._show_until(opening, ContentDelta)
             if found is None:
                 return
         # The end of the last call is missing: that is no error. A call after it is text.
-        self._show(self._text if "{" in self._text else "")
+        if "{" in self._text:
+            self._events.append(ContentDelta(self._text))
 
     def _read_reasoning(self) -> _Reading[None]:
         self.has_reasoned = self.is_reasoning = True
         yield from self._skip_space()
-        yield from self._show_until(self._patterns.thought_end, self._show_reasoning)
+        yield from self._show_until(self._patterns.thought_end, ReasoningDelta)
         self.is_reasoning = False
         yield from self._skip_space()
 
@@ -157,13 +158,14 @@ class ChatParser:
         return None
 
     def _show_until(
-        self, pattern: "regex.Pattern[str] | None", show: Callable[[str], None]
+        self, pattern: "regex.Pattern[str] | None", kind: type[ContentDelta | ReasoningDelta]
     ) -> _Reading["regex.Match[str] | None"]:
         """Shows the text before the first match and drops the match; None: there is none."""
         while True:
             found = pattern and pattern.search(self._text, partial=not self._has_ended)
             start = len(self._text) if found is None else found.start()
-            show(self._text[:start])
+            if shown := self._text[:start]:
+                self._events.append(kind(shown))
             if found is not None and not found.partial:
                 self._text = self._text[found.end() :]
                 return found
@@ -196,14 +198,6 @@ class ChatParser:
         while not (text := self._text.lstrip(_SPACE)) and not self._has_ended:
             yield
         self._text = text
-
-    def _show(self, text: str) -> None:
-        if text:
-            self._events.append(ContentDelta(text))
-
-    def _show_reasoning(self, text: str) -> None:
-        if text:
-            self._events.append(ReasoningDelta(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,22 +39,21 @@ class ChatTemplate:
         tokenizer_config.json, or a template if its name ends in `.jinja`. Raises ValueError, one
         sentence, for a file that can not be read. Invalid Jinja is an error of the rendering.
         """
-        sources: dict[str, str] = {}
-        config: dict[str, Any] = {}
+        own_config = directory / "tokenizer_config.json"
         if tokenizer_config_path is None:
-            config = read_object(directory / "tokenizer_config.json")
+            config = read_object(own_config)
             sources = _read_sources(directory, config)
         elif tokenizer_config_path.suffix == ".jinja":
+            config = read_object(own_config)
             sources = {DEFAULT: read_text(tokenizer_config_path)}
-            config = read_object(directory / "tokenizer_config.json")
-        elif not tokenizer_config_path.is_file():
+        elif tokenizer_config_path.is_file():
+            config = read_object(tokenizer_config_path)
+            sources = _named(config.get("chat_template"), tokenizer_config_path)
+        else:
             raise ValueError(
                 f"The file {tokenizer_config_path} of --tokenizer-config-path does not exist; give "
                 "a tokenizer_config.json or a .jinja file."
             )
-        else:
-            config = read_object(tokenizer_config_path)
-            sources = _named(config.get("chat_template"), tokenizer_config_path)
         # A template without text is none: its prompts would be empty.
         sources = {name: source for name, source in sources.items() if source.strip()}
         given = {"bos_token": bos_token, "eos_token": eos_token}

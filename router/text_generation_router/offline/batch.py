@@ -95,6 +95,14 @@ def read_request(line: bytes) -> tuple[str, str, bytes]:
         raise LineError("invalid_body", f"`body` can not be read: {error}", custom_id) from error
 
 
+def custom_id_of(line: bytes) -> str | None:
+    """The id of a line, also of one that is not a valid request."""
+    try:
+        return read_request(line)[0]
+    except LineError as error:
+        return error.custom_id
+
+
 def response_line(custom_id: str, status_code: int, body: bytes) -> bytes:
     """The result of a request that was answered, with any status; `body` is JSON."""
     request_id = f"req_{uuid.uuid4().hex}"
@@ -150,21 +158,14 @@ class ResultsFile:
     def check_same(self, source: Path) -> int:
         """The number of requests in `source`. Raises BatchError if the results are of other
         requests."""
-        total, is_same = 0, True
-        for line in read_lines(source):
-            if total < len(self.custom_ids):
-                try:
-                    custom_id, _, _ = read_request(line)
-                    is_same = is_same and custom_id == self.custom_ids[total]
-                except LineError as error:
-                    is_same = is_same and error.custom_id == self.custom_ids[total]
-            total += 1
-        if not is_same or total < len(self.custom_ids):
+        lines = read_lines(source)
+        ids = [custom_id_of(line) for line in islice(lines, len(self.custom_ids))]
+        if ids != self.custom_ids:
             raise BatchError(
                 f"--output {self.path} has results of other requests than those in --input "
                 f"{source}: choose another file, or remove this one"
             )
-        return total
+        return len(ids) + sum(1 for _ in lines)
 
     def _read(self) -> None:
         """Reads the results of earlier runs; writing continues at the end of the last whole one."""
