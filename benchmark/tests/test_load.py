@@ -170,27 +170,6 @@ def test_a_refused_first_request_is_one_sentence(tmp_path: Path, capsys):
         assert told in said and said.count("\n") == 1
 
 
-def test_a_chat_without_usage_counts_events(tmp_path: Path):
-    delta = event({"choices": [{"index": 0, "delta": {"content": "x"}}]})
-    last = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-
-    def answer(path: str, body: Json) -> Reply:
-        if path == "/v1/models":
-            return MODELS
-        assert (path, body["messages"][0]["role"]) == ("/v1/chat/completions", "user")
-        return Reply(pieces=[delta * 4, last])
-
-    with scripted(answer) as server:
-        flags = ["--api", "openai-chat", "--requests", "2", "--api-key", "secret"]
-        code, report = load(server, tmp_path, *flags)
-    [point] = report["points"]
-    assert (code, point["output_tokens_counted_by"]) == (0, "events")
-    assert (point["output_tokens_got_p50"], point["input_tokens_got_p50"]) == (4, None)
-    assert "events with text are counted" in report["notes"][0]
-    assert {headers.get("Authorization") for _, _, headers in server.asked} == {"Bearer secret"}
-    assert "secret" not in json.dumps(report)
-
-
 @pytest.mark.parametrize(
     "argv, told",
     [

@@ -9,7 +9,6 @@ from text_generation_launcher.config import (
     create_config,
 )
 from text_generation_launcher.options import read_options
-from text_generation_process import tracing
 from text_generation_process.option import InvalidOptions, Mode
 
 
@@ -33,25 +32,11 @@ def test_the_commands_of_a_hub_model():
     config = create("--model-id", "a/b", "--revision", "v1", "--huggingface-hub-cache", "/c")
     assert config.model_path is None
     assert config.download is not None
-    assert arguments(config.download.argv) == [
-        "download-weights",
-        "a/b",
-        "--revision=v1",
-        "--huggingface-hub-cache=/c",
-        "--logger-level",
-        "INFO",
-        "--json-output",
-    ]
-    assert arguments(config.shards[0].argv) == [
-        "serve",
-        "{model_path}",
-        "--uds-path={shard_uds_path}",
-        "--rank=0",
-        "--world-size=1",
-        "--logger-level",
-        "INFO",
-        "--json-output",
-    ]
+    logging = ["--logger-level", "INFO", "--json-output"]
+    hub = ["--revision=v1", "--huggingface-hub-cache=/c"]
+    assert arguments(config.download.argv) == ["download-weights", "a/b", *hub, *logging]
+    serve = ["serve", "{model_path}", "--uds-path={shard_uds_path}", "--rank=0", "--world-size=1"]
+    assert arguments(config.shards[0].argv) == [*serve, *logging]
     assert list(config.router.argv[-11:]) == [
         "--master-shard-uds-path={shard_uds_path}-0",
         "--tokenizer-name={model_path}",
@@ -61,9 +46,7 @@ def test_the_commands_of_a_hub_model():
         "--hostname=0.0.0.0",
         "--port=3000",
         "--graceful-termination-timeout=90",
-        "--logger-level",
-        "INFO",
-        "--json-output",
+        *logging,
     ]
 
 
@@ -147,13 +130,6 @@ def test_options_that_contradict_each_other(argv, environment, expected):
     with pytest.raises(InvalidOptions, match=expected) as caught:
         create(*argv, **environment)
     assert "\n" not in str(caught.value)
-
-
-def test_a_local_directory_keeps_its_name(tmp_path: Path):
-    config = create("--model-id", str(tmp_path))
-    assert f"--model-id={tmp_path}" in config.router.argv
-    assert config.download is not None
-    assert str(tmp_path) in config.download.argv
 
 
 @pytest.mark.parametrize(
@@ -250,12 +226,6 @@ def test_the_files_of_a_batch(names, expected, tmp_path: Path):
     argv = [part for name, path in names.items() for part in (f"--{name}", str(tmp_path / path))]
     with pytest.raises(InvalidOptions, match=expected):
         create(*argv, mode=Mode.BATCH)
-
-
-def test_traces_without_their_packages(monkeypatch):
-    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
-    with pytest.raises(InvalidOptions, match="--otlp-endpoint needs OpenTelemetry, which is not"):
-        create("--otlp-endpoint", "http://c:4317")
 
 
 def test_what_has_no_effect_is_noted():

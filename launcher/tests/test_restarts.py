@@ -86,18 +86,6 @@ def test_replaced_processes_must_serve_in_time():
     assert patience == [LEAST_PATIENCE_S, 200.0]
 
 
-def test_too_many_ends_are_passed_on():
-    family = FakeFamily()
-    for now in range(LIMIT):
-        family.die(now * 100.0, "shard 0")
-        family.restarts.bring_back(now * 100.0)
-    family.die(500.0, "the router")
-    with pytest.raises(ChildDied, match="shard 0 died"):
-        family.die(510.0, "shard 0")
-    last = family.log.lines[-1]
-    assert last == "shard 0 is not replaced again: the limit is 5 times in 10 minutes"
-
-
 @pytest.mark.parametrize(
     ("argv", "environment", "restarts"),
     [

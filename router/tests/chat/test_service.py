@@ -11,10 +11,9 @@ from text_generation_router.chat.parser import ContentDelta, ToolCallArguments, 
 from text_generation_router.chat.service import ChatStep, ToolCall, message_of
 from text_generation_router.errors import TemplateError, ToolError
 from text_generation_router.request import Grammar
-from text_generation_router.services import StartError
 from text_generation_router.validation import GenerateParameters
 
-from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
+from router.tests.serving import EOS_ID, Server, script_of, serve
 
 # No tools, no system message: as Gemma's.
 TEMPLATE = """
@@ -69,17 +68,6 @@ async def test_a_template_that_does_not_end_is_run_once(
     with pytest.raises(TemplateError, match="did not end"):
         await server.services.chat.render(replace(ASKED, may_be_rewritten=True))
     assert len(calls) == 1
-
-
-async def test_the_format_can_be_given(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    async with serve(tmp_path, chat_format="hermes") as server:
-        assert "<tool_call>" in await server.services.chat.render(ASKED)
-
-
-def test_a_template_that_can_not_be_read_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="nope"):
-        assemble_scripted(tmp_path, tokenizer_config_path=str(tmp_path / "nope"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import pytest
 import text_generation_router
 from text_generation_router.offline import SamplingParams
 from text_generation_router.request import Grammar
+from text_generation_router.validation import GenerateParameters
 
 
 def test_defaults_are_those_of_vllm():
@@ -13,45 +14,40 @@ def test_defaults_are_those_of_vllm():
 
 
 def test_everything_arrives():
+    same = {
+        **{"temperature": 0.5, "top_p": 0.75, "top_k": 40, "typical_p": 0.25, "min_p": 0.125},
+        **{"repetition_penalty": 1.25, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+        **{"seed": 5, "stop": ("a", "b"), "deterministic": True},
+    }
     params = SamplingParams(
+        **same,
         max_tokens=None,
         min_tokens=3,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        typical_p=0.8,
-        repetition_penalty=1.25,
-        frequency_penalty=0.5,
-        presence_penalty=-0.5,
         logit_bias={7: -100.0},
-        seed=5,
-        stop=("a", "b"),
         include_stop_str_in_output=True,
         ignore_eos=True,
-        min_p=0.05,
         stop_token_ids=[9, 7, 9],
         logprobs=4,
         prompt_logprobs=True,
-        deterministic=True,
         regex="a+",
     )
-    asked = params.to_parameters()
-    assert asked.max_new_tokens is None
-    assert asked.min_new_tokens == 3
-    assert asked.temperature == 0.5
-    assert asked.top_p == pytest.approx(0.9) and asked.typical_p == pytest.approx(0.8)
-    assert asked.top_k == 40
-    assert (asked.repetition_penalty, asked.frequency_penalty) == (1.25, 0.5)
-    assert asked.presence_penalty == -0.5
-    assert asked.logit_bias == ((7, -100.0),)
-    assert asked.seed == 5
-    assert asked.stop == ("a", "b")
-    assert asked.min_p == pytest.approx(0.05) and asked.stop_token_ids == (9, 7)
-    assert asked.num_unstopped_tokens == 3
-    assert asked.includes_stop and asked.ignore_eos_token and asked.decoder_input_details
-    assert asked.top_n_tokens == 4
-    assert asked.deterministic
-    assert asked.grammar == Grammar("regex", "a+")
+    assert params.to_parameters() == GenerateParameters(
+        inputs="",
+        **same,
+        do_sample=True,
+        max_new_tokens=None,
+        min_new_tokens=3,
+        num_unstopped_tokens=3,
+        logit_bias=((7, -100.0),),
+        includes_stop=True,
+        keeps_stop_sequence=False,
+        ignore_eos_token=True,
+        stop_token_ids=(9, 7),
+        top_n_tokens=4,
+        most_top_n_tokens=20,
+        decoder_input_details=True,
+        grammar=Grammar("regex", "a+"),
+    )
 
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_p": 0.0}])
