@@ -4,8 +4,7 @@ launches each step before the result of the previous one is known."""
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import StepHandle
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
 

@@ -19,6 +19,7 @@ from gpu_timing import Bench, Figures
 from text_generation_shard.engine import engine as engine_module
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, WarmupLimits
+from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
 # Seconds at the end of the section, to end and count running requests.
@@ -65,7 +66,7 @@ def _load(bench: Bench, sizes: Sizes) -> Loaded:
         most = 12 * engine.block_size if bench.is_dry else None
         limits = WarmupLimits(bench.size(_PREFILL, 64), rows, None, longest, most)
         with ledger_lines() as ledger:
-            num_blocks = engine.warmup(limits).num_blocks
+            num_blocks = warm_up(engine, limits).num_blocks
         return Loaded(engine, ledger, num_blocks, grammars_of(engine, folder))
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from gpu_engine import Sizes, known_requests, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
-from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import StepHandle
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, WarmupLimits
+from text_generation_shard.engine.warmup import warm_up
 from torch.profiler import ProfilerActivity, profile
 
 ROWS, TINY_ROWS = (1, 8, 32, 128, 256), (1, 2)
@@ -72,7 +72,7 @@ def warm(bench: Bench, sizes: Sizes, graphs: Sequence[int]) -> Engine:
     size = engine.block_size
     num_blocks = max(rows * -(-longest // size), prompts * -(-(length + 1) // size))
     most = max(longest, length + 1)
-    engine.warmup(WarmupLimits(prompts * length, rows, None, most, num_blocks * size))
+    warm_up(engine, WarmupLimits(prompts * length, rows, None, most, num_blocks * size))
     return engine
 
 

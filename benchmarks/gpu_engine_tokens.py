@@ -16,6 +16,7 @@ from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
 from text_generation_shard.engine.step import NewRequest, WarmupLimits
+from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
 # Sizes of the recorded steps; other numbers of rows are padded.
@@ -107,7 +108,7 @@ def _answers(
         size, rows, length = engine.block_size, 2 * max(_GRAPHS), bench.size(512, 64)
         num_blocks = rows * -(-length // size)
         limits = WarmupLimits(bench.size(1024, 64), rows, None, length, num_blocks * size)
-        engine.warmup(limits)
+        warm_up(engine, limits)
         found = {}
         for case in _cases(bench, grammars_of(engine, folder)):
             caller = Caller(engine, num_blocks, rows, limits.max_prefill_tokens)

@@ -14,10 +14,9 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
 from text_generation_shard.device.reference.device import TorchDevice
-from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
-from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.engine.engine import Engine, StepHandle
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput, StepOutput, WarmupLimits
+from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_engine as load
@@ -48,13 +47,14 @@ def load_engine(
         engine = load(replace(settings, device=device))
     else:
         engine = load_on(device, settings, read_config(settings), world or World())
-    engine.warmup(
+    warm_up(
+        engine,
         WarmupLimits(
             max_prefill_tokens=max_prefill_tokens,
             max_batch_size=max_batch_size,
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=NUM_BLOCKS * engine.block_size,
-        )
+        ),
     )
     # Draft tokens pay nearly always, however fast this machine is.
     engine._planner.costs = Costs(10**6, 10**6, 1, 0)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import StepHandle
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.ranks import Ranks, deadline_of_ranks, digest
 from text_generation_shard.engine.step import (
     NewRequest,
@@ -21,6 +20,7 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
+from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
@@ -250,12 +250,12 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         if self._follows_grammars:
             self._grammars.prepare()
 
-        def warm_up() -> tuple[WarmupResult, float]:
+        def measured() -> tuple[WarmupResult, float]:
             self._batch.clear(None)
-            result = self._engine.warmup(limits)
+            result = warm_up(self._engine, limits)
             return result, self._set_deadline(result, limits)
 
-        result, deadline_s = await self._messages.run(request.number, warm_up)
+        result, deadline_s = await self._messages.run(request.number, measured)
         if self._follows_grammars:
             self._grammars.start()
         return warmup_response(result, math.ceil(deadline_s * 1000))

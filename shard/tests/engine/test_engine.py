@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, StepInput, WarmupLimits
+from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.service import Batch
 
@@ -250,13 +251,13 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
 
 def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
     with pytest.raises(ModelError, match=r"max_total_tokens=500.*room for 320 tokens"):
-        engine.warmup(WarmupLimits(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
+        warm_up(engine, WarmupLimits(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
     with pytest.raises(ModelError, match=r"1000000000000 needs .* GB"):
-        engine.warmup(WarmupLimits(64, 4, max_batch_total_tokens=10**12))
+        warm_up(engine, WarmupLimits(64, 4, max_batch_total_tokens=10**12))
     with pytest.raises(ModelError, match="at least 2"):
-        engine.warmup(WarmupLimits(64, 4, max_total_tokens=1))
+        warm_up(engine, WarmupLimits(64, 4, max_total_tokens=1))
     for smallest in (2, 3, 64, 65):
-        assert engine.warmup(WarmupLimits(64, 1, max_total_tokens=smallest)).num_blocks > 0
-    result = engine.warmup(WarmupLimits(64, 4))
+        assert warm_up(engine, WarmupLimits(64, 1, max_total_tokens=smallest)).num_blocks > 0
+    result = warm_up(engine, WarmupLimits(64, 4))
     assert result.max_total_tokens == 512 and result.max_input_tokens == 511
     assert result.num_blocks == 4 * 512 // engine.block_size

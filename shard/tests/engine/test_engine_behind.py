@@ -14,8 +14,7 @@ import pytest
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.cuda.runner import StreamStep
-from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import StepHandle
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
 from text_generation_shard.service import Batch, Begun, ShardService
 

@@ -14,8 +14,8 @@ from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepInput, WarmupLimits
-from text_generation_shard.engine.warmup import Costs, LargestStep, largest_steps
+from text_generation_shard.engine.step import Costs, StepInput, WarmupLimits
+from text_generation_shard.engine.warmup import LargestStep, largest_steps, warm_up
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
 
@@ -118,7 +118,7 @@ def device() -> MeasuringDevice:
 def is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What steps take is not asked for."""
     costs = Costs(10**6, 10**6, 1, 0)
-    monkeypatch.setattr("text_generation_shard.engine.engine.measure", lambda *_: costs)
+    monkeypatch.setattr("text_generation_shard.engine.warmup.measure", lambda *_: costs)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_a_gpu_gathers_keys_up_to_a_number() -> None:
 )
 @pytest.mark.usefixtures("is_unmeasured")
 def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: WarmupLimits) -> None:
-    assert engine.warmup(limits).max_total_tokens == limits.max_total_tokens
+    assert warm_up(engine, limits).max_total_tokens == limits.max_total_tokens
     assert engine.num_rows_taken == 0
 
 
@@ -228,13 +228,13 @@ def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: WarmupLimit
 def test_before_the_cache_is_known_a_request_is_as_long_as_the_model_allows(
     engine: Engine, device: MeasuringDevice
 ) -> None:
-    result = engine.warmup(WarmupLimits(TOKENS, 2))
+    result = warm_up(engine, WarmupLimits(TOKENS, 2))
     assert {item.max_total_tokens for item in device.profiled} == {
         engine.model.config.max_position,
         KEYS,
     }
     assert result.max_total_tokens == engine.model.config.max_position
-    engine.warmup(WarmupLimits(TOKENS, 2, max_batch_total_tokens=160))
+    warm_up(engine, WarmupLimits(TOKENS, 2, max_batch_total_tokens=160))
     assert {item.max_total_tokens for item in device.profiled} == {160}
 
 
@@ -244,9 +244,9 @@ def test_a_memory_profile_without_memory_names_the_flags(
 ) -> None:
     monkeypatch.setattr(device, "most", TOKENS)
     with pytest.raises(ModelError, match=r"64 prefill tokens beside 6 req.*max-batch-prefill"):
-        engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+        warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
     monkeypatch.setattr(device, "most", 10**6)
-    assert engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
+    assert warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
 
 
 @pytest.mark.usefixtures("is_unmeasured")
@@ -256,7 +256,7 @@ def test_what_recorded_steps_hold_is_told(
     memory_budget = MemoryBudget(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
     monkeypatch.setattr(engine.device, "free_bytes", lambda *_: memory_budget)
     with caplog.at_level(logging.INFO):
-        engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+        warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
     (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
     assert line.endswith("0.500 GB  decode steps of 1 to 64 rows")
 

@@ -12,8 +12,7 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepOutput
-from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.engine.step import Costs, StepOutput
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_on, read_config

@@ -10,7 +10,7 @@ from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepInput, StepOutput, WarmupLimits
-from text_generation_shard.engine.warmup import measure
+from text_generation_shard.engine.warmup import measure, warm_up
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,7 +27,7 @@ def engine(tiny_model_path: Path) -> Engine:
 def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     limits = WarmupLimits(64, 4, max_total_tokens=200, max_batch_total_tokens=3200)
     with caplog.at_level(logging.INFO):
-        result = engine.warmup(limits)
+        result = warm_up(engine, limits)
     lines = [line for line in caplog.messages if line.startswith("memory: ")]
     names = [line.split(":")[1][:12].strip() for line in lines]
     assert names == ["weights", "KV cache", "activations", "graphs", "left"]
@@ -39,7 +39,7 @@ def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 2), (1, 3), (4, 60), (64, 400)])
 def test_steps_are_measured_with_any_limits(engine: Engine, rows: int, longest: int) -> None:
-    result = engine.warmup(WarmupLimits(64, rows, max_total_tokens=longest))
+    result = warm_up(engine, WarmupLimits(64, rows, max_total_tokens=longest))
     assert 0 < result.prefill_token_ns <= result.decode_step_ns
     assert engine.num_rows_taken == 0
 

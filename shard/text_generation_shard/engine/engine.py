@@ -14,34 +14,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from text_generation_shard.device.base import Device, Launched, MemoryBudget, ScheduledTokens
-from text_generation_shard.device.forward import CacheShape
-from text_generation_shard.engine import out_of_memory, ranks
+from text_generation_shard.device.base import Device, Launched, ScheduledTokens
+from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify, write
-from text_generation_shard.engine.plan import Fixed, Plan, StepHandle, few_writes
+from text_generation_shard.engine.plan import Fixed, Plan, few_writes
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import (
-    NewRequest,
-    StepInput,
-    StepOutput,
-    WarmupLimits,
-    WarmupResult,
-)
-from text_generation_shard.engine.warmup import (
-    Costs,
-    Ledger,
-    activation_bytes,
-    cache_size,
-    largest_steps,
-    longest_context,
-    measure,
-    profile_memory,
-)
-from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput, StepOutput
+from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
@@ -50,6 +33,33 @@ from text_generation_shard.sampling.table import Watermark
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class StepHandle:
+    """A launched step. The engine sets its outcome."""
+
+    def __init__(
+        self, engine: "Engine", plan: Plan, launched: Launched, began_ns: int, admit_ns: int
+    ) -> None:
+        self.plan, self.launched = plan, launched
+        self.began_ns, self.admit_ns = began_ns, admit_ns
+        self.outcome: StepOutput | BaseException | None = None
+        self._engine = engine
+
+    def wait(self) -> None:
+        """Wait until `result` returns almost at once. From any thread."""
+        if self.outcome is None:
+            self.launched.wait()
+
+    def result(self) -> StepOutput:
+        """Wait for the step. If it failed, its new requests have no rows, and the other rows are
+        unchanged but for grown block tables. Out of memory fails only the requests that do not fit
+        alone: see `StepOutput.errors`."""
+        self._engine.collect(self)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        assert self.outcome is not None, "a collected step has an outcome"
+        return self.outcome
 
 
 class Engine:
@@ -66,21 +76,16 @@ class Engine:
         """A loaded model on its device."""
         self.device, self.model = device, model
         self.world = world or World()
-        self._weights_bytes, self._watermark = weights_bytes, watermark
+        self.weights_bytes, self._watermark = weights_bytes, watermark
         self._end_ids = frozenset(model.config.eos_token_ids)
         self._masks = GrammarMasks(model.config.vocab_size, device.torch_device)
         self._is_stopping = threading.Event()
         self._runner = device.runner(model)
-        self._max_prefill_tokens = 1
-        self._costs = Costs(1, 1, 1, 0)
-        # Whether a step that runs out of memory is computed in parts: not while memory is measured,
-        # and not with several ranks, whose parts would differ.
-        self._splits = False
         # Launched and not collected, oldest first: at most two if the device runs behind, else one.
         self._in_flight: deque[StepHandle] = deque()
         # When the step collected last was computed.
         self._last_done_ns = 0
-        self._use_table(0, 0, 0)
+        self.use_table(0, 0, 0, 1)
 
     @property
     def block_size(self) -> int:
@@ -115,8 +120,14 @@ class Engine:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken
 
-    def _use_table(self, capacity: int, max_total_tokens: int, num_blocks: int) -> None:
+    def use_table(
+        self, capacity: int, max_total_tokens: int, num_blocks: int, max_prefill_tokens: int
+    ) -> None:
+        """Take new rows and plan with these limits. No request runs."""
         model = self.model
+        # Whether a step that runs out of memory is computed in parts: not while memory is measured,
+        # and not with several ranks, whose parts would differ.
+        self._splits = False
         self._table = table = RowTable(capacity, max_total_tokens, self.block_size, num_blocks)
         self._fixed = Fixed(
             model=model,
@@ -132,86 +143,13 @@ class Engine:
             fixed=self._fixed,
             drafter=Drafter(capacity, agree=self.world.broadcast),
             masks=self._masks,
-            max_prefill_tokens=self._max_prefill_tokens,
-            costs=self._costs,
+            max_prefill_tokens=max_prefill_tokens,
         )
 
-    def warmup(self, limits: WarmupLimits) -> WarmupResult:
-        """Allocate cache and rows, and time the first steps. Drops all requests.
-
-        ModelError, with the numbers, if `limits` do not fit into memory.
-        """
-        self.clear()
-        self._splits = False
-        self._max_prefill_tokens = limits.max_prefill_tokens
-        config = self.model.config
-        sizes = config.num_layers, self.model.num_kv_heads, config.head_dim
-        shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
-        memory_budget = self._memory_budget(shape, limits)
-        spare = self.device.num_spare_blocks * shape.block_bytes
-        # All ranks use the number of blocks of the rank with the least memory.
-        cache = max(0, ranks.least(self.world, memory_budget.cache, self.device) - spare)
-        num_blocks, max_total = cache_size(shape, limits, cache, config.max_position)
-        self._use_table(limits.max_batch_size, max_total, num_blocks)
-        cache_bytes = self._allocate(shape, num_blocks)
-        costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
-        # Decisions depend on costs, and must be the same on all ranks.
-        self._costs = Costs(*self.world.broadcast(np.array(costs)).tolist())
-        self._planner.costs = self._costs
+    def set_costs(self, costs: Costs) -> None:
+        """Warm-up is over, and steps take these times."""
+        self._planner.costs = costs
         self._splits = self.world.size == 1
-        ledger = Ledger(
-            weights=self._weights_bytes,
-            cache=cache_bytes,
-            blocks=f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
-            activations=memory_budget.step,
-            largest_step=f"{limits.max_prefill_tokens} prompt tokens beside "
-            f"{limits.max_batch_size} rows",
-            graphs=memory_budget.graphs,
-            graphs_note=memory_budget.graphs_note,
-            left=self.device.left_bytes(cache_bytes, memory_budget),
-        )
-        for line in ledger.lines():
-            logger.info("%s", line)
-        return WarmupResult(
-            num_blocks=num_blocks,
-            max_input_tokens=limits.max_input_tokens or max_total - 1,
-            max_total_tokens=max_total,
-            kv_cache_bytes=cache_bytes,
-            weights_bytes=self._weights_bytes,
-            decode_step_ns=self._costs.full_ns,
-            prefill_token_ns=self._costs.token_ns,
-            # With sliding windows the cost stops growing with the context.
-            prefill_context_ns=0 if any(config.layer_windows) else self._costs.context_ns,
-        )
-
-    def _allocate(self, shape: CacheShape, num_blocks: int) -> int:
-        """Allocate a cache of `num_blocks` and the device's spare ones; returns its bytes."""
-        return self.model.attention.allocate(shape, num_blocks + self.device.num_spare_blocks)
-
-    def _memory_budget(self, shape: CacheShape, limits: WarmupLimits) -> MemoryBudget:
-        """The memory for the KV cache, and for the largest step beside it."""
-        config, attention = self.model.config, self.model.attention
-        rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
-
-        def run_largest() -> None:
-            longest = longest_context(limits, config.max_position)
-            try:
-                # All rows share one block.
-                self._allocate(shape, 1)
-                found = largest_steps(rows, tokens, longest, attention.heaviest_keys)
-                # The longest context last: the device measures the graphs for such rows.
-                for largest in reversed(found):
-                    self._use_table(rows, largest.context, 1)
-                    profile_memory(self, largest)
-            except out_of_memory.OUT_OF_MEMORY as error:
-                raise ModelError(
-                    f"Not enough memory to handle {tokens} prefill tokens beside {rows} requests. "
-                    "You need to decrease `--max-batch-prefill-tokens` or `--max-batch-size`"
-                ) from error
-
-        workspace = attention.workspace_bytes(shape)
-        estimate = activation_bytes(config, self.device.dtype, limits) + workspace
-        return self.device.free_bytes(estimate, run_largest)
 
     def step(self, step: StepInput) -> StepOutput:
         """Compute a step. If it fails: see StepHandle."""

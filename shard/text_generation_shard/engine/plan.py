@@ -1,17 +1,16 @@
-"""A planned step, as its device computes it, and its handle once it is launched."""
+"""A planned step, as its device computes it."""
 
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
-from text_generation_shard.device.base import Launched, Model, Rows, ScheduledTokens
+from text_generation_shard.device.base import Model, Rows, ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
     BatchBuilder,
@@ -20,7 +19,7 @@ from text_generation_shard.engine.forward_batch import (
 )
 from text_generation_shard.engine.pooled_outputs import pool_pass
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PooledPart, PromptLogprobs, StepOutput
+from text_generation_shard.engine.step import PooledPart, PromptLogprobs
 from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
@@ -205,37 +204,3 @@ class Plan:
         if self.grammars is not None:
             self.grammars.keep(kept)
         return left
-
-
-class Collector(Protocol):
-    """The part of the engine that sets the outcomes of steps."""
-
-    def collect(self, handle: "StepHandle") -> None:
-        """See Engine."""
-
-
-class StepHandle:
-    """A launched step. The engine sets its outcome."""
-
-    def __init__(
-        self, engine: Collector, plan: Plan, launched: Launched, began_ns: int, admit_ns: int
-    ) -> None:
-        self.plan, self.launched = plan, launched
-        self.began_ns, self.admit_ns = began_ns, admit_ns
-        self.outcome: StepOutput | BaseException | None = None
-        self._engine = engine
-
-    def wait(self) -> None:
-        """Wait until `result` returns almost at once. From any thread."""
-        if self.outcome is None:
-            self.launched.wait()
-
-    def result(self) -> StepOutput:
-        """Wait for the step. If it failed, its new requests have no rows, and the other rows are
-        unchanged but for grown block tables. Out of memory fails only the requests that do not fit
-        alone: see `StepOutput.errors`."""
-        self._engine.collect(self)
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        assert self.outcome is not None, "a collected step has an outcome"
-        return self.outcome

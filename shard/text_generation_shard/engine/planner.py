@@ -16,8 +16,7 @@ from text_generation_shard.engine.forward_batch import (
 )
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.plan import Fixed, Plan
-from text_generation_shard.engine.step import NewRequest, StepInput
-from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 
@@ -40,10 +39,9 @@ class Planner:
         drafter: Drafter,
         masks: GrammarMasks,
         max_prefill_tokens: int,
-        costs: Costs,
     ) -> None:
         """`max_prefill_tokens`: the most input tokens of one pass."""
-        self.costs = costs
+        self.costs = Costs(1, 1, 1, 0)
         """The times of steps, as measured by rank 0."""
         self._fixed, self._table = fixed, fixed.table
         self._drafter, self._masks = drafter, masks

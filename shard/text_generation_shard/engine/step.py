@@ -57,6 +57,17 @@ class WarmupResult:
     prefill_context_ns: int
 
 
+class Costs(NamedTuple):
+    """The times of steps, in nanoseconds."""
+
+    # A step of one row, and one of a full batch.
+    single_ns: int
+    full_ns: int
+    # What each prompt token adds, and what it adds for every 1024 preceding tokens.
+    token_ns: int
+    context_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """A request that gets a row; see Request in generate.proto."""

@@ -2,17 +2,28 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
 from text_generation_process.sampling import Sampling
 
 from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.device.base import MemoryBudget
 from text_generation_shard.device.forward import CacheShape
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.plan import LOGPROB_ROWS
-from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
+from text_generation_shard.engine.ranks import least
+from text_generation_shard.engine.step import (
+    Costs,
+    NewRequest,
+    StepInput,
+    WarmupLimits,
+    WarmupResult,
+)
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -22,34 +33,78 @@ logger = logging.getLogger(__name__)
 _SAMPLING_BYTES = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """The uses of a shard's memory in bytes, with notes for the log."""
+def warm_up(engine: Engine, limits: WarmupLimits) -> WarmupResult:
+    """Allocate cache and rows, and time the first steps. Drops all requests.
 
-    weights: int
-    cache: int
-    blocks: str
-    # The largest possible step.
-    activations: int
-    largest_step: str
-    # Recorded graphs.
-    graphs: int
-    graphs_note: str
-    # Unused memory of the device, or of this process's share of it.
-    left: int
+    ModelError, with the numbers, if `limits` do not fit into memory.
+    """
+    engine.clear()
+    config, device, world = engine.model.config, engine.device, engine.world
+    sizes = config.num_layers, engine.model.num_kv_heads, config.head_dim
+    shape = CacheShape(*sizes, engine.block_size, device.cache_dtype)
+    budget = _memory_budget(engine, shape, limits)
+    spare = device.num_spare_blocks * shape.block_bytes
+    # All ranks use the number of blocks of the rank with the least memory.
+    available = max(0, least(world, budget.cache, device) - spare)
+    num_blocks, max_total = cache_size(shape, limits, available, config.max_position)
+    tokens, rows = limits.max_prefill_tokens, limits.max_batch_size
+    engine.use_table(rows, max_total, num_blocks, tokens)
+    cache_bytes = _allocate(engine, shape, num_blocks)
+    measured = measure(engine, tokens, rows, max_total)
+    # Decisions depend on costs, and must be the same on all ranks.
+    costs = Costs(*world.broadcast(np.array(measured)).tolist())
+    engine.set_costs(costs)
+    blocks = f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}"
+    for name, size, note in (
+        ("weights", engine.weights_bytes, ""),
+        ("KV cache", cache_bytes, blocks),
+        ("activations", budget.step, f"{tokens} prompt tokens beside {rows} rows"),
+        ("graphs", budget.graphs, budget.graphs_note),
+        ("left", device.left_bytes(cache_bytes, budget), ""),
+    ):
+        logger.info("%s", f"memory: {name:<12}{size / 1e9:8.3f} GB  {note}".rstrip())
+    return WarmupResult(
+        num_blocks=num_blocks,
+        max_input_tokens=limits.max_input_tokens or max_total - 1,
+        max_total_tokens=max_total,
+        kv_cache_bytes=cache_bytes,
+        weights_bytes=engine.weights_bytes,
+        decode_step_ns=costs.full_ns,
+        prefill_token_ns=costs.token_ns,
+        # With sliding windows the cost stops growing with the context.
+        prefill_context_ns=0 if any(config.layer_windows) else costs.context_ns,
+    )
 
-    def lines(self) -> list[str]:
-        """The table, line by line."""
-        rows = [
-            ("weights", self.weights, ""),
-            ("KV cache", self.cache, self.blocks),
-            ("activations", self.activations, self.largest_step),
-            ("graphs", self.graphs, self.graphs_note),
-            ("left", self.left, ""),
-        ]
-        return [
-            f"memory: {name:<12}{size / 1e9:8.3f} GB  {note}".rstrip() for name, size, note in rows
-        ]
+
+def _allocate(engine: Engine, shape: CacheShape, num_blocks: int) -> int:
+    """Allocate a cache of `num_blocks` and the device's spare ones; returns its bytes."""
+    return engine.model.attention.allocate(shape, num_blocks + engine.device.num_spare_blocks)
+
+
+def _memory_budget(engine: Engine, shape: CacheShape, limits: WarmupLimits) -> MemoryBudget:
+    """The memory for the KV cache, and for the largest step beside it."""
+    config, attention = engine.model.config, engine.model.attention
+    rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
+
+    def run_largest() -> None:
+        longest = longest_context(limits, config.max_position)
+        try:
+            # All rows share one block.
+            _allocate(engine, shape, 1)
+            found = largest_steps(rows, tokens, longest, attention.heaviest_keys)
+            # The longest context last: the device measures the graphs for such rows.
+            for largest in reversed(found):
+                engine.use_table(rows, largest.context, 1, tokens)
+                profile_memory(engine, largest)
+        except OUT_OF_MEMORY as error:
+            raise ModelError(
+                f"Not enough memory to handle {tokens} prefill tokens beside {rows} requests. "
+                "You need to decrease `--max-batch-prefill-tokens` or `--max-batch-size`"
+            ) from error
+
+    workspace = attention.workspace_bytes(shape)
+    estimate = activation_bytes(config, engine.device.dtype, limits) + workspace
+    return engine.device.free_bytes(estimate, run_largest)
 
 
 def longest_context(limits: WarmupLimits, max_position: int) -> int:
@@ -131,17 +186,6 @@ _EVERYTHING = Sampling(
 )
 
 
-class Costs(NamedTuple):
-    """The times of steps, in nanoseconds."""
-
-    # A step of one row, and one of a full batch.
-    single_ns: int
-    full_ns: int
-    # What each prompt token adds, and what it adds for every 1024 preceding tokens.
-    token_ns: int
-    context_ns: int
-
-
 class LargestStep(NamedTuple):
     """A step of the largest size: `num_tokens` of inputs, each at the end of its context, beside
     rows that decode at the end of theirs."""
@@ -152,42 +196,6 @@ class LargestStep(NamedTuple):
     num_tokens: int
     # Tokens of each row.
     context: int
-
-
-class Steps(Protocol):
-    """The part of the engine that is measured. No other request may run meanwhile."""
-
-    @property
-    def records_steps(self) -> bool:
-        """See Engine."""
-
-    @property
-    def measures_once(self) -> bool:
-        """See Engine."""
-
-    @property
-    def block_size(self) -> int:
-        """See Engine."""
-
-    def step(self, step: StepInput) -> StepOutput:
-        """See Engine."""
-
-    def clear(self) -> None:
-        """See Engine."""
-
-
-class Result(Protocol):
-    """A launched step."""
-
-    def result(self) -> StepOutput:
-        """See StepHandle."""
-
-
-class Launches(Steps, Protocol):
-    """The part of the engine that profiles. No other request may run meanwhile."""
-
-    def launch(self, step: StepInput) -> Result:
-        """See Engine."""
 
 
 def largest_steps(
@@ -204,7 +212,7 @@ def largest_steps(
     return [step for index, step in enumerate(found) if step not in found[:index]]
 
 
-def profile_memory(engine: Launches, largest: LargestStep) -> None:
+def profile_memory(engine: Engine, largest: LargestStep) -> None:
     """Run three steps, each behind the other if the device can: rows decode; the largest step; all
     rows decode. All sampling parameters and prompt log-probabilities are in use.
 
@@ -227,7 +235,7 @@ def profile_memory(engine: Launches, largest: LargestStep) -> None:
     engine.clear()
 
 
-def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: int) -> Costs:
+def measure(engine: Engine, max_prefill_tokens: int, max_rows: int, max_total: int) -> Costs:
     """Run each kind of step once to warm it, then again to measure it.
 
     All rows share the first blocks, so the results are meaningless.
@@ -263,7 +271,7 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     return costs
 
 
-def _time_in_front(engine: Steps, length: int, max_total: int, prompt_ns: int) -> int:
+def _time_in_front(engine: Engine, length: int, max_total: int, prompt_ns: int) -> int:
     """What CONTEXT_UNIT preceding tokens add to each of `length` prompt tokens, which take
     `prompt_ns` alone."""
     front = min(_FRONT, max_total - length)
@@ -273,7 +281,7 @@ def _time_in_front(engine: Steps, length: int, max_total: int, prompt_ns: int) -
     return max(0, behind_ns - prompt_ns) * CONTEXT_UNIT // (front * length)
 
 
-def _fastest(engine: Steps, request: NewRequest) -> tuple[int, int]:
+def _fastest(engine: Engine, request: NewRequest) -> tuple[int, int]:
     """The best result of `_steps` after a warming run, or of that run if it is long."""
     tries = [_steps(engine, [request])]
     while len(tries) <= _TRIES and not (engine.measures_once and tries[-1][0] >= _LONG_NS):
@@ -282,14 +290,14 @@ def _fastest(engine: Steps, request: NewRequest) -> tuple[int, int]:
     return min(first), min(others)
 
 
-def _fastest_step(engine: Steps, requests: Sequence[NewRequest]) -> int:
+def _fastest_step(engine: Engine, requests: Sequence[NewRequest]) -> int:
     """The fastest step in which all requests get a token; the first only warms if there are
     more."""
     first, others = _steps(engine, requests)
     return others or first
 
 
-def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
+def _steps(engine: Engine, requests: Sequence[NewRequest]) -> tuple[int, int]:
     """Time of the first step of these requests, and of the fastest later one; 0: none."""
     last = first = engine.step(StepInput(requests))
     others: list[int] = []
@@ -302,7 +310,7 @@ def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
 
 
 def _demanding(
-    engine: Steps, counts: Sequence[int], context: int, most_new: int
+    engine: Engine, counts: Sequence[int], context: int, most_new: int
 ) -> list[NewRequest]:
     """Requests with `counts` input tokens left to compute; with up to `most_new` new tokens they
     fill the context."""
@@ -322,7 +330,7 @@ def _demanding(
     ]
 
 
-def _request(engine: Steps, number: int, known: int, cached: int, new: int) -> NewRequest:
+def _request(engine: Engine, number: int, known: int, cached: int, new: int) -> NewRequest:
     blocks = range(-(-(known + new) // engine.block_size))
     ids = [0] * known
     return NewRequest(number, ids, known, cached, blocks, Sampling(), new, ignore_eos_token=True)

@@ -14,8 +14,8 @@ from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Attention, CacheShape
 from text_generation_shard.device.reference.linear import FloatMatrix
-from text_generation_shard.engine import engine as own_engine
-from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.engine import warmup
+from text_generation_shard.engine.step import Costs
 from torch import Tensor
 
 from shard.tests import interpreted
@@ -134,7 +134,7 @@ def test_a_model_says_the_same_bit_for_bit(
 ) -> None:
     """A prompt in one pass, in parts together with another request, and extended by its decoded
     tokens."""
-    monkeypatch.setattr(own_engine, "measure", lambda *_: Costs(1, 1, 1, 0))
+    monkeypatch.setattr(warmup, "measure", lambda *_: Costs(1, 1, 1, 0))
     device = DeterministicDevice(PLACE, torch.float32, DeviceOptions("float32", "float32"))
     device.capability = CAPABILITY
     limits = {"max_prefill_tokens": 16, "max_batch_size": 4, "max_total_tokens": 16}

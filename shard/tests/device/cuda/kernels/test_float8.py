@@ -14,8 +14,8 @@ from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.device.reference.attention import KVCache
-from text_generation_shard.engine import engine as own_engine
-from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.engine import warmup
+from text_generation_shard.engine.step import Costs
 from text_generation_shard.errors import ModelError
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def test_a_model_says_what_it_says_by_the_reference(
         plain(self, layer, slot_index, rounded(key_value, torch.float8_e5m2).to(key_value.dtype))
 
     monkeypatch.setattr(KVCache, "store", store)
-    monkeypatch.setattr(own_engine, "measure", lambda *_: Costs(1, 1, 1, 0))
+    monkeypatch.setattr(warmup, "measure", lambda *_: Costs(1, 1, 1, 0))
     for device in (
         reference_device(),
         interpreted.device(torch.float32, kv_cache_dtype="fp8_e5m2"),
