@@ -218,12 +218,11 @@ class Driver:
                 self.reasons[request_id] = reason
                 self.free += self.tables.pop(request_id)
         assert next(tokens, None) is None, "every token belongs to a request"
-        self.prefill_logprobs.update(result.prefill_logprobs)
-        for (request_id, _), ranks in zip(
-            result.prefill_logprobs, result.prefill_ranks, strict=True
-        ):
-            self.prefill_ranks[request_id] = ranks
-        for request_id, ids, values in result.prefill_top_tokens:
-            self.prefill_top_tokens[request_id] = list(zip(ids, values, strict=True))
+        for request_id, found in result.prompt_logprobs:
+            self.prefill_logprobs[request_id] = found.logprobs
+            self.prefill_ranks[request_id] = found.ranks
+            if found.top_token_ids:
+                tops = zip(found.top_token_ids, found.top_token_logprobs, strict=True)
+                self.prefill_top_tokens[request_id] = list(tops)
         self.running = list(result.running_ids)
         return result

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
@@ -124,11 +124,11 @@ def serve(config: ShardConfig) -> int:
     # All computation, loading too, happens in one thread: OpenMP keeps a thread pool for each
     # thread that has computed, and more threads than cores slow each other down.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-    loaded = device_thread.submit(_load, config).result()
+    engine = device_thread.submit(_load, config).result()
     with ExitStack() as stack:
         # After every fork, because it starts threads; its exit sends the remaining spans.
         tracing = _open_tracing(config, stack)
-        return uvloop.run(_serve(loaded.engine, device_thread, config, tracing))
+        return uvloop.run(_serve(engine, device_thread, config, tracing))
 
 
 def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None":
@@ -143,18 +143,10 @@ def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None"
 def load_engine(config: ShardConfig) -> Engine:
     """The model on the configured device, with one rank. ModelError: why it can not be served."""
     assert config.world_size == 1, "several ranks must keep their rendezvous"
-    return _load(config).engine
+    return _load(config)
 
 
-class _Loaded(NamedTuple):
-    """What must live as long as this process serves."""
-
-    engine: Engine
-    # None with one rank. Rank 0's holds the store that other ranks still read.
-    rendezvous: Rendezvous | None = None
-
-
-def _load(config: ShardConfig) -> _Loaded:
+def _load(config: ShardConfig) -> Engine:
     model_config = read_config(config)
     options = DeviceOptions(
         dtype=config.dtype,
@@ -169,11 +161,11 @@ def _load(config: ShardConfig) -> _Loaded:
     )
     device = open_device(config.device, options)
     if config.world_size == 1:
-        return _Loaded(load_on(device, config, model_config, World()))
+        return load_on(device, config, model_config, World())
     return _load_together(device, config, model_config)
 
 
-def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> _Loaded:
+def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load together with the other ranks; returns when all have loaded. A failure of this rank is
     reported to the others. RankError: another rank has failed."""
     rendezvous = Rendezvous.join(config)
@@ -196,7 +188,7 @@ def _load_together(device: Device, config: ShardConfig, model_config: ModelConfi
         raise
     finally:
         rendezvous.close()
-    return _Loaded(engine, rendezvous)
+    return engine
 
 
 def load_on(device: Device, config: ShardConfig, model_config: ModelConfig, world: World) -> Engine:

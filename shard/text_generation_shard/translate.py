@@ -105,14 +105,17 @@ def response_of(result: StepOutput) -> pb.StepResponse:
             token_counts=result.token_counts,
         ),
         prefill_logprobs=[
-            pb.PrefillLogprobs(request_id=request_id, logprobs=values, ranks=ranks)
-            for (request_id, values), ranks in zip(
-                result.prefill_logprobs, result.prefill_ranks, strict=True
-            )
+            pb.PrefillLogprobs(request_id=request_id, logprobs=found.logprobs, ranks=found.ranks)
+            for request_id, found in result.prompt_logprobs
         ],
         prefill_top_tokens=[
-            pb.PrefillTopTokens(request_id=request_id, token_ids=ids, logprobs=values)
-            for request_id, ids, values in result.prefill_top_tokens
+            pb.PrefillTopTokens(
+                request_id=request_id,
+                token_ids=found.top_token_ids,
+                logprobs=found.top_token_logprobs,
+            )
+            for request_id, found in result.prompt_logprobs
+            if found.top_token_ids
         ],
         pooled_prompts=[
             pb.PooledPrompt(request_id=request_id, values=values)

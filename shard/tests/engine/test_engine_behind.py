@@ -193,8 +193,9 @@ def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(driver: Dri
     request = driver.request(0, range(3, 12), prefill_logprobs=True)
     handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
     first, second = (handle.result() for handle in handles)
-    assert [(number, len(values)) for number, values in first.prefill_logprobs] == [(0, 9)]
-    assert second.request_ids == [0] and not second.prefill_logprobs
+    [(number, found)] = first.prompt_logprobs
+    assert (number, len(found.logprobs)) == (0, 9)
+    assert second.request_ids == [0] and not second.prompt_logprobs
 
 
 @pytest.mark.parametrize("name", ["plain", "stream"])

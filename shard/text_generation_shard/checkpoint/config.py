@@ -13,7 +13,6 @@ from text_generation_shard.checkpoint.fields import (
     Fields,
     read_json,
     read_vocabulary,
-    unused_ids,
 )
 from text_generation_shard.checkpoint.rope import RopeConfig, read_rope
 from text_generation_shard.device.base import DecoderSizes
@@ -48,7 +47,7 @@ class ModelConfig(DecoderSizes):
     fused_projections: bool
     eos_token_ids: tuple[int, ...]
     # Ids that are never chosen, since the tokenizer has no tokens for them: padding.
-    unused_ids: tuple[slice, ...]
+    unused_ids: tuple[int, ...]
     # Number type the checkpoint was saved in.
     dtype: str
 
@@ -154,7 +153,7 @@ def _from_fields(
         residual_multiplier=factors.get("residual_multiplier", 1.0),
         logits_divisor=factors.get("logits_scaling", 1.0),
         eos_token_ids=end_ids,
-        unused_ids=unused_ids({*used, *end_ids}, vocab_size),
+        unused_ids=tuple(sorted({*range(vocab_size)} - {*used, *end_ids})),
         dtype=_dtype(fields),
     )
 

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,12 +138,3 @@ def _end_token(directory: Path) -> str | None:
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def unused_ids(used: Set[int], vocab_size: int) -> tuple[slice, ...]:
-    """The ids below `vocab_size` that are not in `used`, each run of them as one slice."""
-    unused: Sequence[int] = sorted(frozenset(range(vocab_size)) - used)
-    # Consecutive ids have the same distance from their places.
-    runs = groupby(enumerate(unused), lambda item: item[1] - item[0])
-    groups = [[token_id for _, token_id in run] for _, run in runs]
-    return tuple(slice(group[0], group[-1] + 1) for group in groups)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.files import are_pickled, existing, weight_names
 from text_generation_shard.checkpoint.partition import Share, whole
-from text_generation_shard.device.base import Device, WeightCopies
+from text_generation_shard.device.base import Device, EmbeddingTable, Matrix, WeightCopies
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -29,12 +28,8 @@ Sections = Mapping[str, Sequence[Share]]
 """By name of a tensor of the checkpoint: this rank's share of each projection in it."""
 
 
-class Held(Protocol):
-    """A loaded matrix; see `device.base.Matrix`."""
-
-    kind: str
-    obstacle: str
-    nbytes: int
+Receive = Callable[[Tensor], Matrix | EmbeddingTable]
+"""Receives a complete matrix, and returns what is kept of it."""
 
 
 @dataclass(slots=True)
@@ -47,7 +42,7 @@ class _Stack:
     # The number of inputs kept after loading.
     num_kept: int
     # Receives a complete matrix; None: a tensor allocated in advance.
-    receive: Callable[[Tensor], Held] | None
+    receive: Receive | None
     num_missing: int
     # Why a matrix is not quantized; empty: no reason.
     obstacle: str = ""
@@ -76,14 +71,6 @@ class _Stack:
         return (rows,) if self.inputs is None else (rows, self.inputs.total)
 
 
-@dataclass(slots=True)
-class Read:
-    """Bytes that this rank has read, and the total bytes of the same tensors."""
-
-    taken: int = 0
-    total: int = 0
-
-
 class Parameters:
     """Owns a model's tensors, by checkpoint name, until loading is done.
 
@@ -96,7 +83,6 @@ class Parameters:
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
-        self.read = Read()
         self._stacks: dict[str, _Stack] = {}
         self._ignored: set[str] = set()
         self._kinds: Counter[str] = Counter()
@@ -123,7 +109,7 @@ class Parameters:
         self,
         sections: Sections,
         inputs: Share,
-        receive: Callable[[Tensor], Held],
+        receive: Receive,
         reads_whole_rows: bool = False,
         obstacle: str = "",
     ) -> None:
@@ -160,8 +146,6 @@ class Parameters:
         with self.device.weight_copies() as copies:
             self._read(directory, files, copies)
         logger.info("loading weights: %d of %d tensors", total, total)
-        taken, there = self.read.taken / 1e9, self.read.total / 1e9
-        logger.info("read %.3f of %.3f GB of weights", taken, there)
         self._stacks.clear()
         for action in self._after_load:
             action()
@@ -213,9 +197,7 @@ class Parameters:
             if other == name:
                 break
             first += stack.num_rows(other)
-        self.read.total += tensor.nbytes
         for target, source in self._own_parts(stack, name, stack.whole[first:], tensor):
-            self.read.taken += source.nbytes
             copies.copy(target, source)
         stack.num_missing -= 1
         if stack.receive is not None and not stack.num_missing:

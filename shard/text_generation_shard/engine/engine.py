@@ -20,7 +20,7 @@ from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify, write
-from text_generation_shard.engine.plan import Fixed, Plan, few_writes
+from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput, StepOutput
@@ -128,6 +128,7 @@ class Engine:
         # Whether a step that runs out of memory is computed in parts: not while memory is measured,
         # and not with several ranks, whose parts would differ.
         self._splits = False
+        unused = np.array(model.config.unused_ids, dtype=np.int64)
         self._table = table = RowTable(capacity, max_total_tokens, self.block_size, num_blocks)
         self._fixed = Fixed(
             model=model,
@@ -137,7 +138,7 @@ class Engine:
             watermark=self._watermark,
             follows_grammars=self.world.rank == 0,
             is_stopping=self._is_stopping,
-            unused_ids=few_writes(model.config.unused_ids, self.device.upload),
+            unused_ids=self.device.upload([unused])[0] if len(unused) else None,
         )
         self._planner = Planner(
             fixed=self._fixed,

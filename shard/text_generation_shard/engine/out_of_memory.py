@@ -5,7 +5,7 @@ This module decides how to cut a step; the engine computes.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -132,22 +132,13 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
     has_counts = any(item.token_counts for item in outputs)
     has_top_tokens = any(item.top_token_counts for item in outputs)
     for item in outputs:
-        whole.request_ids += item.request_ids
-        whole.finish_reasons += item.finish_reasons
-        whole.token_ids += item.token_ids
-        whole.logprobs += item.logprobs
         if has_counts:
-            whole.token_counts += item.token_counts or [1] * len(item.request_ids)
+            item.token_counts = item.token_counts or [1] * len(item.request_ids)
         if has_top_tokens:
-            whole.top_token_counts += item.top_token_counts or [0] * len(item.token_ids)
-        whole.top_token_ids += item.top_token_ids
-        whole.top_token_logprobs += item.top_token_logprobs
-        whole.prefill_logprobs += item.prefill_logprobs
-        whole.prefill_ranks += item.prefill_ranks
-        whole.prefill_top_tokens += item.prefill_top_tokens
-        whole.pooled_prompts += item.pooled_prompts
-        whole.token_scores += item.token_scores
-        whole.errors += item.errors
+            item.top_token_counts = item.top_token_counts or [0] * len(item.token_ids)
+        for name in (field.name for field in fields(whole)):
+            if isinstance(column := getattr(whole, name), list):
+                column += getattr(item, name)
     return whole
 
 

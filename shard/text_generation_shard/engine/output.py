@@ -101,15 +101,11 @@ def write(part: Part, table: RowTable) -> StepOutput:
         table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
     if table.prompt_logprobs:
         for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
-            if (found := table.pop_prompt_logprobs(row)) is not None:
-                output.prefill_logprobs.append((request_id, found.logprobs))
-                output.prefill_ranks.append(found.ranks)
-                if ids := found.top_token_ids:
-                    tops = request_id, ids, found.top_token_logprobs
-                    output.prefill_top_tokens.append(tops)
+            if (found := table.prompt_logprobs.pop(row, None)) is not None:
+                output.prompt_logprobs.append((request_id, found))
     if table.pooled_outputs:
         deliver(table, samples.owners.tolist(), output)
-    table.drive(verified.driven)
+    table.driven.update(verified.driven)
     table.release(verified.ended)
     return output
 

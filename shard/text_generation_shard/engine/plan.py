@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints, Upload
+from text_generation_shard.arrays import Ints
 from text_generation_shard.device.base import Model, Rows, ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
@@ -34,8 +34,6 @@ from text_generation_shard.sampling.table import Watermark
 
 # Rows of prompt logits computed at once, which bounds their memory.
 LOGPROB_ROWS = 256
-# One copy for each run of consecutive rows up to this number; beyond it a gather takes less.
-_MOST_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +50,8 @@ class Fixed:
     follows_grammars: bool
     # Once set, a step fails before its next pass.
     is_stopping: threading.Event
-    # Ids that are never chosen.
-    unused_ids: Sequence[slice | Tensor] = ()
-
-
-def few_writes(runs: Sequence[slice], upload: Upload) -> Sequence[slice | Tensor]:
-    """These runs of ids; many of them as one tensor, because a step writes each by itself."""
-    if len(runs) <= _MOST_RUNS:
-        return runs
-    return upload([np.concatenate([np.arange(run.start, run.stop) for run in runs])])
+    # Ids that are never chosen; None: all may be.
+    unused_ids: Tensor | None
 
 
 class Plan:
@@ -177,8 +168,8 @@ class Plan:
             *(table.token_ids, samples.rows, samples.positions),
             *(table.prompt_lens, table.min_new_tokens),
         )
-        for ids in fixed.unused_ids:
-            scores[:, ids] = -math.inf
+        if fixed.unused_ids is not None:
+            scores[:, fixed.unused_ids] = -math.inf
         rest = fixed.end_ids, fixed.watermark, self.grammars
         return sampler(scores, table.sampling, history, *rest)
 

@@ -181,14 +181,6 @@ class RowTable:
         """Set the number of cached tokens of each row: both [R]."""
         self.lens[rows] = lens
 
-    def drive(self, rows: Sequence[int]) -> None:
-        """The grammars of these rows have replaced a token, and may replace later ones."""
-        self.driven.update(rows)
-
-    def pop_prompt_logprobs(self, row: int) -> PromptLogprobs | None:
-        """Take those of the whole input; None: not requested, or already taken."""
-        return self.prompt_logprobs.pop(row, None)
-
     def depend_on_tokens(self, rows: Ints) -> bool:
         """Whether the choice for one of these rows depends on its earlier tokens."""
         return self.sampling.depends_on_tokens(rows) or self.are_constrained(rows)

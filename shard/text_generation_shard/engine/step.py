@@ -194,13 +194,8 @@ class StepOutput:
     top_token_counts: list[int] = field(default_factory=list)
     top_token_ids: list[int] = field(default_factory=list)
     top_token_logprobs: list[float] = field(default_factory=list)
-    # (request id, one log-probability per prompt token).
-    prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
-    # PromptLogprobs.ranks of the same prompts.
-    prefill_ranks: list[list[int]] = field(default_factory=list)
-    # (request id, ids, log-probabilities) of the best tokens at each prompt position but the first,
-    # concatenated: the same number at each position.
-    prefill_top_tokens: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
+    # (request id, those of its whole prompt).
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
     # (request id, PooledPrompt.values), and (request id, TokenScores.logprobs).
     pooled_prompts: list[tuple[int, bytes]] = field(default_factory=list)
     token_scores: list[tuple[int, list[float]]] = field(default_factory=list)
