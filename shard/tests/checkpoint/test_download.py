@@ -68,12 +68,6 @@ def test_a_local_directory_needs_neither_torch_nor_the_hub(tmp_path):
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
 
 
-def test_the_revision_of_a_local_directory_is_not_ignored_silently(tmp_path, log):
-    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
-    resolve_model(str(model), "main")
-    assert "the revision main has no effect on a local directory" in log.messages
-
-
 INDEX = "model.safetensors.index.json"
 
 
@@ -248,20 +242,6 @@ def test_offline(hub, tmp_path):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "gone, added, expected",
-    [
-        ("config.json", {}, "some/model has no config.json"),
-        ("README.md", {INDEX: b'{"weight_map": {"a": "b.safetensors"}}'}, "lacks weight files"),
-        ("tokenizer.json", {}, "has no tokenizer"),
-    ],
-)
-def test_a_repository_that_is_no_model(hub, tmp_path, gone, added, expected):
-    del hub.files[gone]
-    hub.files |= added
-    assert expected in error_of(hub, tmp_path)
-
-
 def test_a_disk_that_is_too_small_is_noticed_first(hub, tmp_path, monkeypatch):
     usage = download.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
@@ -314,17 +294,3 @@ def test_a_cache_that_may_not_be_written(hub, tmp_path, monkeypatch, log):
     hub.requests.clear()
     assert fetch(hub, tmp_path / "data") == snapshot
     assert hub.asked_for("model.safetensors") == []
-
-
-def test_a_cached_model_is_served_if_a_newer_one_can_not_be_written(
-    hub, tmp_path, monkeypatch, log
-):
-    snapshot = fetch(hub, tmp_path)
-    hub.files["tokenizer_config.json"] = b"{}"  # what the hub has and the cache lacks
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "new"))
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    assert fetch(hub, tmp_path) == snapshot
-    assert f"cannot write {tmp_path / 'new'}: Permission denied" in log.text

@@ -242,18 +242,6 @@ def test_what_is_wrong_with_a_checkpoint_is_said_alike(
         loaded(reference_device(kind), 0, 1, tmp_path)
 
 
-def test_actions_are_called_in_order_by_the_thread_that_loads() -> None:
-    called: list[tuple[int, float]] = []
-    with StagedCopies(None, [LateBuffer(8) for _ in range(2)], num_threads=2) as copies:
-        target = torch.zeros(40)
-        for number in range(40):
-            copies.copy(target[number : number + 1], torch.full((1,), float(number)))
-            copies.then(lambda number=number: called.append((number, threading.get_ident())))
-        assert 0 < len(called) < 40
-    assert called == [(number, threading.get_ident()) for number in range(40)]
-    assert target.tolist() == list(range(40))
-
-
 @pytest.mark.parametrize(
     ("asked", "checkpoint_dtype", "capability", "expected"),
     [

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.device.base import Launched, MemoryBudget, Model, ScheduledTokens
+from text_generation_shard.device.base import Launched, MemoryBudget, Model
 from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
@@ -25,28 +25,11 @@ from shard.tests.stream_device import StreamDevice
 ROWS, TOKENS, LONGEST, KEYS = 6, 64, 200, 384
 
 
-class Launch(NamedTuple):
-    """A launched step."""
-
-    passes: list[ScheduledTokens]
-    num_under_way: int
-    wants_hidden: bool
-    # [S] positions of the tokens that are chosen, and what they are chosen by.
-    positions: list[int]
-    flags: Any
-    num_watermarked: int
-    num_biased: int
-    is_early: bool
-    num_with_top_tokens: int
-    max_total_tokens: int
-
-
 class MeasuringDevice(StreamDevice):
-    """Measures its memory as a GPU does, and notes what it was given meanwhile."""
+    """Measures its memory as a GPU does."""
 
     def __init__(self) -> None:
         super().__init__(reference_device(), cuda_graphs=None)
-        self.launches: list[Launch] = []
         self.peak = 0
         # The largest pass there is memory for.
         self.most = 10**6
@@ -57,44 +40,23 @@ class MeasuringDevice(StreamDevice):
         return found
 
     def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> MemoryBudget:
-        self.launches.clear()
         if self.peak:
             profile_memory()
         else:
             _, self.peak = peak_of(profile_memory)
-        self.profiled = list(self.launches)
         return MemoryBudget(2**26, self.peak)
 
     def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
         runner = super().runner(model)
         launch = runner.launch
 
-        def noted(plan: Any) -> Launched:
-            self._note(plan)
+        def limited(plan: Any) -> Launched:
+            if max(int(item.counts.sum()) for item in plan.passes) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
             return launch(plan)
 
-        runner.launch = noted  # type: ignore[method-assign, assignment]
+        runner.launch = limited  # type: ignore[method-assign, assignment]
         return runner
-
-    def _note(self, plan: Any) -> None:
-        if max(int(item.counts.sum()) for item in plan.passes) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        table, rows, positions = plan._fixed.table, plan.samples.rows, plan.samples.positions
-        is_early = positions - table.prompt_lens[rows] < table.min_new_tokens[rows]
-        self.launches.append(
-            Launch(
-                list(plan.passes),
-                0 if plan._before is None else len(plan._before.rows),
-                plan.wants_hidden,
-                positions.tolist(),
-                table.sampling.flags[rows].all(),
-                len(table.sampling.watermarked(rows)),
-                len(table.sampling.biases(rows, is_early).choices),
-                bool(is_early.all()),
-                len([row for row in rows.tolist() if row in table.top_n_tokens]),
-                table.max_total_tokens,
-            )
-        )
 
 
 def peak_of(compute: Callable[[], Any]) -> tuple[Any, int]:
@@ -124,38 +86,6 @@ def is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def engine(device: MeasuringDevice, tiny_model_path: Path) -> Engine:
     return load_engine(tiny_model_path, TOKENS, device, None, ROWS, LONGEST)
-
-
-def split(item: ScheduledTokens) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(tokens, context) of the rows that decode, and of the prompts, in a pass."""
-    pairs = list(zip(item.counts.tolist(), item.ends.tolist(), strict=True))
-    return [pair for pair in pairs if pair[0] == 1], [pair for pair in pairs if pair[0] > 1]
-
-
-def test_the_largest_steps_are_profiled(engine: Engine, device: MeasuringDevice) -> None:
-    """A chunk after the longest prefix beside all other rows, in one pass; all choices use all
-    sampling parameters."""
-    largest = [item for item in device.profiled if split(item.passes[-1])[1]]
-    assert [len(item.passes) for item in largest] == [1, 1]
-    assert all(item.wants_hidden for item in largest)
-    # The longest contexts come last.
-    decoding, prompts = split(largest[1].passes[0])
-    assert prompts == [(TOKENS, LONGEST - 2)]
-    assert decoding == [(1, LONGEST - 2)] * (ROWS - 1)
-    # As many keys of prompts as attention takes most memory for.
-    decoding, prompts = split(largest[0].passes[0])
-    assert sum(count for count, _ in prompts) == TOKENS and len(decoding) == ROWS - len(prompts)
-    assert KEYS - 2 * len(prompts) <= sum(context for _, context in prompts) <= KEYS
-    for item in largest:
-        assert item.num_under_way == ROWS - len(split(item.passes[0])[1]), "scores are held"
-    for item in device.profiled:
-        count = len(item.positions)
-        assert item.flags and item.is_early
-        assert item.num_watermarked == item.num_biased == item.num_with_top_tokens == count
-    # All rows decode while the scores of all are held, up to the end of their contexts.
-    last = device.profiled[-1]
-    assert last.num_under_way == len(last.positions) == ROWS
-    assert set(last.positions) == {LONGEST - 1} and last.passes[0].is_decode
 
 
 def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: MeasuringDevice) -> None:
@@ -222,20 +152,6 @@ def test_a_gpu_gathers_keys_up_to_a_number() -> None:
 def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: WarmupLimits) -> None:
     assert warm_up(engine, limits).max_total_tokens == limits.max_total_tokens
     assert engine.num_rows_taken == 0
-
-
-@pytest.mark.usefixtures("is_unmeasured")
-def test_before_the_cache_is_known_a_request_is_as_long_as_the_model_allows(
-    engine: Engine, device: MeasuringDevice
-) -> None:
-    result = warm_up(engine, WarmupLimits(TOKENS, 2))
-    assert {item.max_total_tokens for item in device.profiled} == {
-        engine.model.config.max_position,
-        KEYS,
-    }
-    assert result.max_total_tokens == engine.model.config.max_position
-    warm_up(engine, WarmupLimits(TOKENS, 2, max_batch_total_tokens=160))
-    assert {item.max_total_tokens for item in device.profiled} == {160}
 
 
 @pytest.mark.usefixtures("is_unmeasured")

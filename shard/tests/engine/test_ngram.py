@@ -102,12 +102,6 @@ def test_the_draft_is_what_followed_before(ids: list[int], wanted: list[int]) ->
     assert draft_tokens_of(table_of(ids), [4]) == [wanted]
 
 
-def test_rows_do_not_read_each_other_and_keep_to_their_limits() -> None:
-    repeating = [3, 4] * 6
-    table = table_of(repeating, [9], [7] * 30, repeating)
-    assert draft_tokens_of(table, [2, 4, 0, 4]) == [[3, 4], [], [], [3, 4, 3, 4]]
-
-
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
     table, drafter, rows = table_of([5] * 100), Drafter(1, World().broadcast), np.array([0])
     for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
@@ -153,27 +147,6 @@ def test_a_text_that_repeats_takes_few_steps(driver: Driver) -> None:
     assert driver.tokens[1] == driver.tokens[0] == [7] * 60
     assert driver.logprobs[1] == pytest.approx(driver.logprobs[0], abs=1e-4)
     assert steps <= 20
-
-
-def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
-    """Equal draws, not only an equal distribution: a draw depends on seed, position and scores."""
-    options = {"max_new_tokens": 40, "top_n_tokens": 2}
-    for seed in range(12):
-        sampling = {**FEW, "seed": seed, "presence_penalty": 0.3 * (seed % 2)}
-        driver.add([driver.request(seed, [3, 4], sampling=sampling, **options)])
-    driver.run()
-    steps = 0
-    for seed in range(12):
-        sampling = {**FEW, "seed": seed, "presence_penalty": 0.3 * (seed % 2)}
-        result = driver.add([driver.request(100 + seed, [3, 4], sampling=sampling, **options)])
-        while driver.running:
-            result = driver.step(speculate=5)
-            steps += 1
-            assert len(result.top_token_counts) == len(result.token_ids) == len(result.logprobs)
-    for seed in range(12):
-        assert driver.tokens[100 + seed] == driver.tokens[seed]
-        assert driver.logprobs[100 + seed] == pytest.approx(driver.logprobs[seed], abs=1e-3)
-    assert steps < 0.95 * sum(len(driver.tokens[seed]) - 1 for seed in range(12))
 
 
 @pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])

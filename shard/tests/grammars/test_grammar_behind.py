@@ -147,22 +147,6 @@ def test_a_step_is_answered_while_masks_of_the_next_are_under_way(
     assert second.result().request_ids == [0]
 
 
-def test_a_request_cancelled_while_two_steps_are_in_flight_changes_no_other(
-    stream: Driver, plain: Driver, open_ended: dict[str, Any]
-) -> None:
-    wanted = alone(plain, **open_ended)
-    stream.add([stream.request(1 - number, [3, 4], **open_ended) for number in range(2)])
-    engine = stream.engine
-    handles = [engine.launch(StepInput()), engine.launch(StepInput())]
-    assert engine.filter([0]) == [0]
-    for handle in handles:
-        stream._take(handle.result(), StepInput())
-    stream.running = [0]
-    stream.run()
-    assert stream.tokens[0] == wanted and len(stream.tokens[1]) == 3
-    assert engine.num_rows_taken == 0
-
-
 def test_a_step_that_can_not_be_launched_again_is_lost_alone(
     stream: Driver,
     plain: Driver,
