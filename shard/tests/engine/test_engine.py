@@ -152,7 +152,7 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
         engine.step(StepInput(grown=[(55, 3)]))
     with pytest.raises(BatchError, match="not running"):
         engine.step(StepInput(chunks=[(55, 3)]))
-    with pytest.raises(BatchError, match="exceed 400"):
+    with pytest.raises(BatchError, match="500 new ones may follow, and all can be 400"):
         driver.add([driver.request(2, [3], max_new_tokens=500)])
     # Beyond the cache there is memory that belongs to something else.
     with pytest.raises(BatchError, match="request 1: there is no block 400, the cache has 400"):
@@ -195,9 +195,10 @@ def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
     request = driver.request(0, [3, 4, 5])
     for changes, sentence in [
         ({"input_ids": [3] * 401}, "401 tokens"),
-        ({"block_table": list(range(60))}, "60 blocks"),
-        ({"num_prompt_tokens": 4}, "of which 4 are its prompt"),
-        ({"num_cached_tokens": 3}, "at least one token must be left"),
+        ({"block_table": list(range(60))}, "in 60 of at most 26 blocks"),
+        ({"block_table": []}, "in 0 of at most 26 blocks"),
+        ({"num_prompt_tokens": 4}, "of 3 tokens, 4 of them its prompt"),
+        ({"num_cached_tokens": 3}, "3 are cached and 3 computed"),
         ({"input_ids": [3, 4, 300]}, "token id 300 is not below 300"),
         ({"score_token_ids": (300,)}, "token id 300 is not below 300"),
         ({"input_ids": []}, "0 tokens"),

@@ -186,7 +186,7 @@ def test_a_chunked_prompt_rests_unless_named_and_gets_no_token_before_its_end(
 def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
     ids = list(range(3, 53))
     request = driver.request(0, ids)
-    with pytest.raises(BatchError, match="a chunk of 51 tokens after 0"):
+    with pytest.raises(BatchError, match="0 are cached and 51 computed in its first step"):
         driver.add([replace(request, chunk_len=51)])
     driver.add([replace(request, chunk_len=20)])
     for chunks, sentence in [

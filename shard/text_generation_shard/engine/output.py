@@ -10,7 +10,6 @@ import numpy as np
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.forward_batch import SampledPositions
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.pooled_outputs import deliver
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, StepOutput
 from text_generation_shard.grammars.masks import StepGrammars
@@ -99,12 +98,15 @@ def write(part: Part, table: RowTable) -> StepOutput:
     if not samples.is_single:
         right = np.array(verified.counts) - 1
         table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
-    if table.prompt_logprobs:
+    if table.prompt_logprobs or table.pooled_outputs:
         for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
             if (found := table.prompt_logprobs.pop(row, None)) is not None:
                 output.prompt_logprobs.append((request_id, found))
-    if table.pooled_outputs:
-        deliver(table, samples.owners.tolist(), output)
+            if (of_prompt := table.pooled_outputs.pop(row, None)) is not None:
+                if pooled := of_prompt.pooled():
+                    output.pooled_prompts.append((request_id, pooled))
+                if of_prompt.scores:
+                    output.token_scores.append((request_id, of_prompt.scores))
     table.driven.update(verified.driven)
     table.release(verified.ended)
     return output

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from text_generation_shard.device.base import Model, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PooledPart, Pooling, StepOutput
+from text_generation_shard.engine.step import PooledPart, Pooling
 
 # Hidden states summed at once, which bounds the memory.
 _SUM_ROWS = 256
@@ -39,16 +39,6 @@ def pool_pass(
             yield row, PooledPart(pooled, scores)
         first += count
         num_sampled += sampled
-
-
-def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
-    """Move the pooled outputs of `rows`, which have their first token now, into the output."""
-    for row, request_id in zip(rows, output.request_ids, strict=True):
-        if (pooled_output := table.pooled_outputs.pop(row, None)) is not None:
-            if pooled := pooled_output.pooled():
-                output.pooled_prompts.append((request_id, pooled))
-            if pooled_output.scores:
-                output.token_scores.append((request_id, pooled_output.scores))
 
 
 def _total(model: Model, hidden: Tensor) -> Tensor:

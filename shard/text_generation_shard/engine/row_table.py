@@ -95,38 +95,23 @@ class RowTable:
         return row
 
     def _check(self, request: NewRequest) -> None:
-        known = len(request.input_ids)
-        if known > self.max_total_tokens or not 0 < request.num_prompt_tokens <= known:
+        known, prompt, end = len(request.input_ids), request.num_prompt_tokens, request.first_end
+        cached, blocks = request.num_cached_tokens, len(request.block_table)
+        most_blocks = self.block_tables.shape[1]
+        if not (
+            0 <= cached < end <= known <= self.max_total_tokens
+            and 0 < prompt <= known
+            and prompt + request.max_new_tokens <= self.max_total_tokens
+            and end <= blocks * self.block_size
+            and blocks <= most_blocks
+            and not (cached and request.pooling is Pooling.MEAN)
+        ):
             raise BatchError(
-                f"request {request.id}: {known} tokens of which {request.num_prompt_tokens} are "
-                f"its prompt; at most {self.max_total_tokens} tokens are possible"
-            )
-        if not 0 <= request.num_cached_tokens < known:
-            raise BatchError(
-                f"request {request.id}: {request.num_cached_tokens} cached of {known} tokens; "
-                "at least one token must be left to compute"
-            )
-        if request.pooling is Pooling.MEAN and request.num_cached_tokens:
-            raise BatchError(
-                f"request {request.id}: the mean of all hidden states needs those of "
-                f"{request.num_cached_tokens} cached tokens, which are not kept"
-            )
-        if request.first_end > known:
-            raise BatchError(
-                f"request {request.id}: a chunk of {request.chunk_len} tokens after "
-                f"{request.num_cached_tokens} goes beyond its {known} tokens"
-            )
-        if request.num_prompt_tokens + request.max_new_tokens > self.max_total_tokens:
-            raise BatchError(
-                f"request {request.id}: {request.num_prompt_tokens} prompt + "
-                f"{request.max_new_tokens} new tokens exceed {self.max_total_tokens}"
-            )
-        blocks = len(request.block_table)
-        if blocks * self.block_size < request.first_end or blocks > self.block_tables.shape[1]:
-            raise BatchError(
-                f"request {request.id}: {blocks} blocks of {self.block_size} do not fit "
-                f"{request.first_end} tokens; a request has at most {self.block_tables.shape[1]} "
-                "blocks"
+                f"request {request.id} is not possible: of {known} tokens, {prompt} of them its "
+                f"prompt, {cached} are cached and {end} computed in its first step, in {blocks} "
+                f"of at most {most_blocks} blocks of {self.block_size}; "
+                f"{request.max_new_tokens} new ones may follow, and all can be "
+                f"{self.max_total_tokens} at most"
             )
         self._check_block(request.id, max(request.block_table, default=0))
         if request.id in self._rows:
