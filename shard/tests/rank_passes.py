@@ -38,8 +38,8 @@ SHORT_DEADLINE_S = 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its form, the number of ranks and of threads each, bytes of a slot; whether to test
-    failures instead of results; and prompts whose tokens are the only results."""
+    """A model, its form, the number of ranks and of threads each, bytes of a slot; and whether to
+    test failures instead of results."""
 
     path: str
     form: Mapping[str, Any]
@@ -47,7 +47,6 @@ class Case:
     num_threads: int = 1
     slot_bytes: int = 2**16
     fails: bool = False
-    prompts: Sequence[Sequence[int]] = ()
 
 
 Found = dict[str, list[Any]]
@@ -123,8 +122,6 @@ def _be_rank(rank: int, size: int, case: Case, memory: mmap.mmap) -> dict[str, A
     collectives = SharedMemoryCollectives(own, rank, size, case.slot_bytes, DEADLINE_S)
     world = World(rank, size, collectives) if size > 1 else World()
     engine = _engine(case, world)
-    if case.prompts:
-        return {"tokens": _tokens(engine, case.prompts)}
     return _failures(engine, world) if case.fails else _answers(engine)
 
 
@@ -140,10 +137,7 @@ def _engine(case: Case, world: World) -> Engine:
     )
     device = open_device("cpu", options)
     numba.set_num_threads(case.num_threads)
-    # Warming up takes longer than a few prompts.
-    few = {"max_prefill_tokens": 64, "max_batch_size": 4, "max_total_tokens": 64}
-    given = {**case.form, **(few if case.prompts else {})}
-    return load_engine(Path(case.path), device=device, world=world, **given)
+    return load_engine(Path(case.path), device=device, world=world, **case.form)
 
 
 def prompt_ids(number: int, count: int) -> list[int]:
@@ -169,16 +163,6 @@ def _answers(engine: Engine) -> dict[str, Any]:
         "logprobs": [driver.logprobs[number] for number in range(4)],
         "prompt": driver.prefill_logprobs[0][1:],
     }
-
-
-def _tokens(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each prompt joins those before it, in the same pass."""
-    driver = Driver(engine)
-    for number, ids in enumerate(prompts):
-        request = driver.request(number, ids, max_new_tokens=4, ignore_eos_token=True)
-        driver.add([request], driver.advance({}) if number else None)
-    driver.run()
-    return [driver.tokens[number] for number in range(len(prompts))]
 
 
 def _failures(engine: Engine, world: World) -> dict[str, Any]:

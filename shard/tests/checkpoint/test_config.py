@@ -96,6 +96,10 @@ def test_a_wrong_field_works_or_is_named(family: str, file: str, tmp_path: Path)
             {"rope_scaling": {"type": "linear", "factor": 2}, "partial_rotary_factor": 0.5},
             "`partial_rotary_factor` in .* is 0.5; expected none",
         ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "has no `short_factor`",
+        ),
         ({"head_dim": 33}, "rotates 33 of the 33 features of a head"),
         ({"model_type": None}, "has no `model_type`"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported"),
@@ -110,12 +114,6 @@ def test_what_can_not_be_served_is_named(
     fields: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
-        ModelConfig.from_hf(write(tmp_path, **fields))
-
-
-def test_phi3_needs_factors_where_it_says_yarn(tmp_path: Path) -> None:
-    fields = {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    with pytest.raises(ModelError, match="has no `short_factor`"):
         ModelConfig.from_hf(write(tmp_path, **fields))
 
 

@@ -116,20 +116,6 @@ def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
         driver.engine.step(StepInput([replace(second, id=2, pooling=Pooling.MEAN)]))
 
 
-def test_a_step_behind_a_prompt_adds_nothing(tiny_model_path: Path) -> None:
-    driver = Driver(load_engine(tiny_model_path, device="stream"))
-    engine = driver.engine
-    longer: Mapping[str, Any] = {**WANTED, "max_new_tokens": 4, "ignore_eos_token": True}
-    request = driver.request(0, PROMPTS[4], pooling=Pooling.MEAN, **longer)
-    handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
-    first, second = (handle.result() for handle in handles)
-    assert [number for number, _ in first.pooled_prompts] == [0] and first.token_scores
-    assert second.request_ids == [0]
-    assert not second.pooled_prompts and not second.token_scores
-    expected = driver.engine.step(StepInput([replace(request, id=1, max_new_tokens=1)]))
-    assert vectors(expected)[1] == pytest.approx(vectors(first)[0], abs=1e-5)
-
-
 class _Norm:
     """See `Model`; only the norm is used."""
 

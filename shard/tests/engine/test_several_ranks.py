@@ -346,18 +346,6 @@ async def test_a_rank_that_does_not_come_is_final(shards: Shards) -> None:
     assert [error.is_final for error in shards.final] == [True]
 
 
-async def test_nothing_waits_for_a_rank_at_the_end(shards: Shards) -> None:
-    prefill = shards.prefill([shards.request(1, range(3, 30))])
-    call = asyncio.ensure_future(shards.ranks[0].Prefill(prefill, None))
-    await asyncio.sleep(0.05)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    shards.ranks[0]._engine.stop()
-    with pytest.raises(RankError, match="stopping"):
-        await call
-    assert loop.time() - began < DEADLINE_S / 2
-
-
 async def test_all_ranks_have_the_blocks_of_the_one_with_least_room(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,32 +59,12 @@ def test_an_ending_is_short(matching: LLTokenizer, source: str, written: str, lo
     assert len(matching.decode_str(found)) <= longest
 
 
-def test_an_ending_completes_a_character(matching: LLTokenizer) -> None:
-    source = "start: /[日月]x/"
-    [first, *_] = matching.tokenize_str("日")
-    matcher = LLMatcher(matching, source)
-    assert matcher.consume_token(first)
-    found = EndingSearch(matching, source).find(matcher, 9, 300)
-    assert found is not None and ends(matcher, found, matching.eos_token)
-
-
 def test_an_ending_is_not_longer_than_its_limit(matching: LLTokenizer) -> None:
     source = 'start: "x" | "a" "0123456789"'
     matcher, search = LLMatcher(matching, source), EndingSearch(matching, source)
     assert matcher.consume_tokens(matching.tokenize_str("a"))
     assert search.find(matcher, 10, 300) is not None
     assert search.find(matcher, 1, 300) is None
-
-
-def test_a_long_ending_takes_no_more_time_during_a_generation(
-    matching: LLTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = f'start: "{"ab" * 300}"'
-    matcher, search = LLMatcher(matching, source), EndingSearch(matching, source)
-    found = search.find(matcher, 999, 150)
-    assert found is not None and len(found) > 200
-    monkeypatch.setattr("text_generation_shard.grammars.ending._Search._with_zeros", pytest.fail)
-    assert search.find(matcher, len(found) - 1, 150, [[]]) is None
 
 
 def test_an_ending_of_another_state_is_tried(matching: LLTokenizer) -> None:

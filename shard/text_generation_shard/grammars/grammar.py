@@ -26,10 +26,6 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-_NO_TEXT = (
-    "no text matches it: its parts exclude one another, or contain one another without an end; "
-    "change these parts"
-)
 # A grammar is refused if no text of at most LONGEST_ENDING tokens is found. The first searches try
 # _NUM_STEPS tokens, those for long texts four times LONGEST_ENDING more: half a second at most.
 LONGEST_ENDING, _NUM_STEPS = 4096, 5000
@@ -173,7 +169,10 @@ def _not_found(matcher: LLMatcher) -> str:
 def sentence(error: str) -> str:
     """An error of llguidance as one line, without backtrace and positions in our Lark."""
     if error.startswith("NoExtension"):
-        return _NO_TEXT
+        return (
+            "no text matches it: its parts exclude one another, or contain one another without an "
+            "end; change these parts"
+        )
     plain = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
     plain = _PLACE.sub("", plain)
     told = [line for line in plain.splitlines() if not _SOURCE_LINE.match(line)]

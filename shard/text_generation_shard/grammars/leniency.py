@@ -89,10 +89,8 @@ class _Leaver:
 
     def of(self, part: Any) -> Any:
         """The part without what can not be compiled of it."""
-        if isinstance(part, bool):
-            return part
         if not isinstance(part, dict):
-            return {}
+            return part if isinstance(part, bool) else {}
         if self._compiles(part):
             return part
         inner = {key: self._inside(key, value) for key, value in part.items()}
