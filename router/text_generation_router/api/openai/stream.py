@@ -12,7 +12,7 @@ from text_generation_router.api.sse import LastEvent, event
 from text_generation_router.api.v1_errors import RequestError, describe
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
-from text_generation_router.infer import Generation
+from text_generation_router.generation import Generation
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
