@@ -20,7 +20,7 @@ EMBEDDED_MODEL_PATH = Path(__file__).parent / "embedded_model"
 MODEL_PATH = "{model_path}"
 """Placeholder in a command for the model's directory, which the download returns."""
 SOCKETS = "{shard_uds_path}"
-"""Placeholder in a command for the prefix of the shards' sockets, without --shard-uds-path."""
+"""Placeholder in a command for the prefix of the shards' sockets."""
 RENDEZVOUS_PORT = "{master_port}"
 """Placeholder in a command for the port where several shards meet."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
@@ -108,23 +108,17 @@ def create_config(
         environment=environment,
         count_gpus=count_gpus,
     )
-    inherited = _inherited(environment)
-    logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
-    shard_uds_path = first(values, "shard-uds-path")
-    prefix = shard_uds_path or SOCKETS
-    served_id = model_id or EMBEDDED_MODEL_ID
+    values = _completed(values)
+    commands = _Commands(values, environment, model_id or EMBEDDED_MODEL_ID, num_shards)
     places = (environment.get("XDG_RUNTIME_DIR"), environment.get("TMPDIR"), "/tmp", "/var/tmp")
     config = LauncherConfig(
-        download=_download(values, model_id, environment, logging) if model_id else None,
+        download=commands.download() if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
-        shards=tuple(
-            _shard(values, prefix, inherited, logging, rank, num_shards)
-            for rank in range(num_shards)
-        ),
-        router=_with_router(mode, values, served_id, prefix, inherited, logging),
+        shards=tuple(commands.shard(rank) for rank in range(num_shards)),
+        router=None if mode is Mode.SHARDS else commands.router(mode),
         mode=mode,
-        model_id=served_id,
-        shard_uds_path=shard_uds_path,
+        model_id=commands.model_id,
+        shard_uds_path=first(values, "shard-uds-path"),
         socket_places=tuple(Path(place) for place in places if place),
         master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
         master_port=_number(values, "master-port"),
@@ -265,6 +259,16 @@ def _switched_off(environment: Mapping[str, str]) -> Values:
     return switched_off
 
 
+def _completed(values: Values) -> Values:
+    """The options, with those that follow from others."""
+    if "rope-scaling" in values or "rope-factor" in values:
+        rope = {"rope-scaling": ("linear",), "rope-factor": (str(defaults.ROPE_FACTOR),)}
+        values = {**rope, **values}
+    if "max-input-length" in values:
+        values = {**values, "max-input-tokens": values["max-input-length"]}
+    return values
+
+
 def _model_id(values: Values) -> str:
     """The requested directory or hub id; empty for the embedded model."""
     if "model-id" not in values:
@@ -282,96 +286,80 @@ def _model_id(values: Values) -> str:
     return given
 
 
-def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every child, without configuration and secrets."""
-    kept = {name: value for name, value in environment.items() if name not in _SECRETS}
-    kept.pop("LOG_LEVEL", None)
-    kept["PYTHONUNBUFFERED"] = "1"
-    return kept
+@dataclass(frozen=True, slots=True)
+class _Commands:
+    """Makes the commands of the children."""
 
+    values: Values
+    environment: Mapping[str, str]
+    model_id: str
+    num_shards: int
 
-def _download(
-    values: Values, model_id: str, environment: Mapping[str, str], logging: tuple[str, ...]
-) -> Command:
-    tokens = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    token = next((environment[name] for name in tokens if environment.get(name)), None)
-    hub = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return Command(
-        name="the download",
-        target="text_generation_shard",
-        argv=(
-            *console_script("text-generation-server", "text_generation_shard.cli"),
-            "download-weights",
-            model_id,
-            *options.forward(values, Child.DOWNLOAD),
-            *logging,
-        ),
-        environment=_inherited(environment) | hub | ({"HF_TOKEN": token} if token else {}),
-    )
+    def _flags(self, child: Child) -> tuple[str, ...]:
+        level = _PYTHON_LEVELS[log_level(self.environment)]
+        logging = ("--logger-level", level, "--json-output")
+        return (*options.forward(self.values, child), *logging)
 
+    @property
+    def _inherited(self) -> dict[str, str]:
+        """The environment of every child, without configuration and secrets."""
+        hidden = (*_SECRETS, "LOG_LEVEL")
+        kept = {name: value for name, value in self.environment.items() if name not in hidden}
+        return kept | {"PYTHONUNBUFFERED": "1"}
 
-def _shard(
-    values: Values,
-    prefix: str,
-    environment: Mapping[str, str],
-    logging: tuple[str, ...],
-    rank: int,
-    num_shards: int,
-) -> Command:
-    if "rope-scaling" in values or "rope-factor" in values:
-        rope = {"rope-scaling": ("linear",), "rope-factor": (str(defaults.ROPE_FACTOR),)}
-        values = {**rope, **values}
-    address = first(values, "master-addr") or defaults.MASTER_ADDR
-    rendezvous = (f"--master-addr={address}", f"--master-port={RENDEZVOUS_PORT}")
-    return Command(
-        name=f"shard {rank}",
-        target="text_generation_shard",
-        argv=(
-            *console_script("text-generation-server", "text_generation_shard.cli"),
-            "serve",
-            MODEL_PATH,
-            f"--uds-path={prefix}",
-            f"--rank={rank}",
-            f"--world-size={num_shards}",
-            *(rendezvous if num_shards > 1 else ()),
-            *options.forward(values, Child.SHARD),
-            *logging,
-        ),
-        # Weights and activations on huge pages, so that a step waits less for address translation.
-        # glibc reads the variable when the process starts.
-        environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **environment},
-        rank=rank if num_shards > 1 else None,
-    )
+    def download(self) -> Command:
+        """The download of the model."""
+        tokens = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+        given = [self.environment[name] for name in tokens if self.environment.get(name)]
+        hub = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        server = console_script("text-generation-server", "text_generation_shard.cli")
+        return Command(
+            name="the download",
+            target="text_generation_shard",
+            argv=(*server, "download-weights", self.model_id, *self._flags(Child.DOWNLOAD)),
+            environment=self._inherited | hub | ({"HF_TOKEN": given[0]} if given else {}),
+        )
 
+    def shard(self, rank: int) -> Command:
+        """One shard."""
+        address = first(self.values, "master-addr") or defaults.MASTER_ADDR
+        rendezvous = (f"--master-addr={address}", f"--master-port={RENDEZVOUS_PORT}")
+        return Command(
+            name=f"shard {rank}",
+            target="text_generation_shard",
+            argv=(
+                *console_script("text-generation-server", "text_generation_shard.cli"),
+                "serve",
+                MODEL_PATH,
+                f"--uds-path={SOCKETS}",
+                f"--rank={rank}",
+                f"--world-size={self.num_shards}",
+                *(rendezvous if self.num_shards > 1 else ()),
+                *self._flags(Child.SHARD),
+            ),
+            # Weights and activations on huge pages, so that a step waits less for address
+            # translation. glibc reads the variable when the process starts.
+            environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **self._inherited},
+            rank=rank if self.num_shards > 1 else None,
+        )
 
-def _with_router(
-    mode: Mode,
-    values: Values,
-    served_id: str,
-    prefix: str,
-    environment: Mapping[str, str],
-    logging: tuple[str, ...],
-) -> Command | None:
-    """The router, or in the mode `batch` the process in its place."""
-    if mode is Mode.SHARDS:
-        return None
-    limits: Values = {}
-    if "max-input-length" in values:
-        limits = {"max-input-tokens": values["max-input-length"]}
-    argv = (
-        f"--master-shard-uds-path={prefix}-0",
-        f"--tokenizer-name={MODEL_PATH}",
-        f"--model-id={served_id}",
-        *options.forward({**values, **limits}, Child.ROUTER),
-        *logging,
-    )
-    target = "text_generation_router"
-    if mode is Mode.BATCH:
-        files = (f"--input={values['input'][0]}", f"--output={values['output'][0]}")
-        batch = (sys.executable, "-m", "text_generation_router.offline.batch")
-        return Command("the batch", target, (*batch, *files, *argv), environment, draws=True)
-    router = console_script("text-generation-router", "text_generation_router.cli")
-    secrets = options.forward_secrets(values, Child.ROUTER)
-    restart = ("--restart",) if _restarts(values) else ()
-    argv = (*router, "--await-shards", *restart, *argv)
-    return Command("the router", target, argv, {**environment, **secrets})
+    def router(self, mode: Mode) -> Command:
+        """The router, or in the mode `batch` the process in its place."""
+        argv = (
+            f"--master-shard-uds-path={SOCKETS}-0",
+            f"--tokenizer-name={MODEL_PATH}",
+            f"--model-id={self.model_id}",
+            *self._flags(Child.ROUTER),
+        )
+        target = "text_generation_router"
+        if mode is Mode.BATCH:
+            files = [f"--{name}={self.values[name][0]}" for name in ("input", "output")]
+            batch = (sys.executable, "-m", "text_generation_router.offline.batch")
+            return Command(
+                "the batch", target, (*batch, *files, *argv), self._inherited, draws=True
+            )
+        router = console_script("text-generation-router", "text_generation_router.cli")
+        secrets = options.forward_secrets(self.values, Child.ROUTER)
+        restart = ("--restart",) if _restarts(self.values) else ()
+        argv = (*router, "--await-shards", *restart, *argv)
+        return Command("the router", target, argv, self._inherited | secrets)

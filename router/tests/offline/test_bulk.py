@@ -3,11 +3,12 @@
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from text_generation_router.errors import ValidationError
 from text_generation_router.offline import SamplingParams
-from text_generation_router.offline.bulk import Bulk, Job
+from text_generation_router.offline.bulk import Job, run_jobs
 from text_generation_router.offline.progress import Tally
 
 from router.tests.serving import assemble_scripted, script_of
@@ -15,11 +16,11 @@ from router.tests.serving import assemble_scripted, script_of
 
 @asynccontextmanager
 async def bulk(tmp_path, text="hello ", **options):
-    """A Bulk on a running batcher; at the end nothing may be left."""
+    """A function that runs jobs, and running services; at the end nothing may be left."""
     services = assemble_scripted(tmp_path, text, **options)
     task = asyncio.create_task(services.batcher.run())
     try:
-        yield Bulk(services), services
+        yield partial(run_jobs, services), services
         for _ in range(200):
             if not services.shards.rows:
                 break
@@ -52,7 +53,7 @@ def jobs(*prompts, **given):
 async def test_results_are_in_order_and_whole(tmp_path):
     async with bulk(tmp_path) as (runner, _):
         tally = Tally(3)
-        results = await runner.run(jobs("a", "bcd", [1, 2]), tally)
+        results = await runner(jobs("a", "bcd", [1, 2]), tally)
     assert [result.prompt for result in results] == ["a", "bcd", [1, 2]]
     assert [result.num_prompt_tokens for result in results] == [2, 4, 2]
     for result in results:
@@ -69,14 +70,14 @@ async def test_results_are_in_order_and_whole(tmp_path):
 async def test_more_prompts_than_rows_or_none(tmp_path, num_prompts):
     async with bulk(tmp_path, max_batch_size=2) as (runner, _):
         prompts = ["x" * length for length in range(1, num_prompts + 1)]
-        results = await runner.run(jobs(*prompts), Tally(num_prompts))
+        results = await runner(jobs(*prompts), Tally(num_prompts))
     assert [result.num_prompt_tokens for result in results] == list(range(2, num_prompts + 2))
 
 
 async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
     async with bulk(tmp_path) as (runner, _):
         tally = Tally(5)
-        results = await runner.run(jobs("a", "", [10**6], "\ud800", "b"), tally)
+        results = await runner(jobs("a", "", [10**6], "\ud800", "b"), tally)
     assert [result.error is None for result in results] == [True, False, False, False, True]
     assert all(isinstance(result.error, ValidationError) for result in results[1:4])
     with pytest.raises(ValidationError, match="must be token ids"):
@@ -86,7 +87,7 @@ async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
 
 async def test_cancelling_ends_all(tmp_path):
     async with bulk(tmp_path) as (runner, services):
-        task = asyncio.create_task(runner.run(jobs("a", "b", max_tokens=3000), Tally(2)))
+        task = asyncio.create_task(runner(jobs("a", "b", max_tokens=3000), Tally(2)))
         while len(services.shards.rows) < 2:
             await asyncio.sleep(0)
         task.cancel()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -59,40 +60,34 @@ def thinking_grammar(
     starts_in_reasoning: bool = False,
 ) -> Grammar:
     """The grammar of an answer before which the model may reason. Raises GrammarError."""
-    chat = _ChatGrammar(chat_format, special_ids, parallel=False, answer=None)
+    chat = _ChatGrammar(chat_format, special_ids)
     return Grammar("lark", chat.write_after_thought(as_item(grammar), starts_in_reasoning))
 
 
+@dataclass(frozen=True, slots=True)
 class _ChatGrammar:
     """Writes llguidance's Lark. A name in capitals is a terminal and matches the longest text:
     where free text is also allowed, whitespace belongs to the terminal after it."""
 
-    def __init__(
-        self,
-        chat_format: ChatFormat,
-        special_ids: Mapping[str, int],
-        parallel: bool,
-        answer: Mapping[str, Any] | None,
-    ) -> None:
-        self._format = chat_format
-        self._special_ids = special_ids
-        self._parallel = parallel
-        self._answer = answer
+    chat_format: ChatFormat
+    special_ids: Mapping[str, int]
+    parallel: bool = False
+    answer: Mapping[str, Any] | None = None
 
     def write(self, tools: Sequence[ToolSpec], is_auto: bool, starts_in_reasoning: bool) -> str:
         """The whole grammar."""
         rules = [
-            f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self._format.begin)}",
+            f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self.chat_format.begin)}",
             *self._calls(tools),
         ]
         answer = self._forced_answer
-        if is_auto and self._answer is not None:
+        if is_auto and self.answer is not None:
             answer = partial(self._formatted_answer, self._marked_calls())
-            rules.append(f"formatted: %json {json.dumps(self._formatted(self._answer, tools))}")
+            rules.append(f"formatted: %json {json.dumps(self._formatted(self.answer, tools))}")
         elif is_auto:
             answer = self._auto_answer
         # Where any text is an answer, it may end inside a thought.
-        is_free = is_auto and self._answer is None
+        is_free = is_auto and self.answer is None
         return "\n".join([*self._start(answer, starts_in_reasoning, is_free), *rules])
 
     def write_after_thought(self, answer: str, starts_in_reasoning: bool) -> str:
@@ -108,13 +103,13 @@ class _ChatGrammar:
     ) -> list[str]:
         """The first rules: reasoning, and then an answer."""
         rules = ["TEXT: /(?s:.*)/", f"WS: /{_SPACE}{{1,4}}/"]
-        if self._format.reasoning is None:
+        if self.chat_format.reasoning is None:
             return [*answer("start", ""), *rules]
-        begin, end = self._format.reasoning
+        begin, end = self.chat_format.reasoning
         rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
         if starts_in_reasoning:
             return [f"start: {'TEXT | ' if is_free else ''}thought answer", *rules]
-        if begin in self._special_ids:
+        if begin in self.special_ids:
             rules += [f"think: WS? {self._marker(begin)}", *answer("at_once", "")]
         else:
             literal = json.dumps(begin)
@@ -129,12 +124,12 @@ class _ChatGrammar:
     def _auto_answer(self, name: str, but: str) -> list[str]:
         """Text or calls; `but` excludes some texts."""
         plain = f"{name.upper()}_TEXT"
-        text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self._format.is_bare else "TEXT"
+        text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self.chat_format.is_bare else "TEXT"
         options, rules = [plain], [f"{plain}: {text}{but}"]
-        if self._format.begin:
+        if self.chat_format.begin:
             options.append(f"{name}_begin calls")
-            rules += self._until(f"{name}_begin", plain, self._format.begin)
-        if self._format.is_bare:
+            rules += self._until(f"{name}_begin", plain, self.chat_format.begin)
+        if self.chat_format.is_bare:
             options.append("calls")
         return [f"{name}: {' | '.join(options)}", *rules]
 
@@ -146,9 +141,9 @@ class _ChatGrammar:
     def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
         """The schema of an answer that is not a call. If calls are JSON without a marker it
         includes them, because the first characters of both are the same."""
-        if not self._format.is_bare:
+        if not self.chat_format.is_bare:
             return answer
-        key = self._format.arguments_key
+        key = self.chat_format.arguments_key
         options = [_moved({k: v for k, v in answer.items() if k != "x-guidance"}, "#/anyOf/0")]
         for place, tool in enumerate(tools, start=1):
             arguments = {k: v for k, v in _arguments_schema(tool).items() if k != "x-guidance"}
@@ -168,28 +163,28 @@ class _ChatGrammar:
 
     def _forced_answer(self, name: str, but: str) -> list[str]:
         """Calls, with nothing before them."""
-        options = ["calls"] if self._format.is_bare else []
+        options = ["calls"] if self.chat_format.is_bare else []
         return [f"{name}: {' | '.join([*options, *self._marked_calls()])}"]
 
     def _marked_calls(self) -> list[str]:
         """Calls with their begin marker; empty if the format has none."""
-        begin = self._format.begin
-        if begin in self._special_ids:
+        begin = self.chat_format.begin
+        if begin in self.special_ids:
             return [f"WS? {self._marker(begin)} calls"]
         return ["BEGIN calls"] if begin else []
 
     def _calls(self, tools: Sequence[ToolSpec]) -> list[str]:
         """The rules of calls, after the first begin marker."""
-        form = self._format
+        form = self.chat_format
         end = f"WS? {self._marker(form.end)}" if form.end else ""
         if form.is_list:
-            more = "(COMMA call)*" if self._parallel else ""
+            more = "(COMMA call)*" if self.parallel else ""
             calls = f"OPEN_LIST call {more} CLOSE_LIST {end}"
         elif form.wraps_each:
-            more = f"(WS? {self._marker(form.begin)} call {end})*" if self._parallel else ""
+            more = f"(WS? {self._marker(form.begin)} call {end})*" if self.parallel else ""
             calls = f"call {end} {more}"
         else:
-            more = "(SEPARATOR call)*" if self._parallel else ""
+            more = "(SEPARATOR call)*" if self.parallel else ""
             calls = f"call {more} {end}"
         rules = [
             f"calls: {calls}",
@@ -207,7 +202,7 @@ class _ChatGrammar:
         return rules
 
     def _call(self, number: int, tool: ToolSpec) -> list[str]:
-        form, schema = self._format, json.dumps(_arguments_schema(tool))
+        form, schema = self.chat_format, json.dumps(_arguments_schema(tool))
         if form.arguments_marker:
             if not BARE_NAME.fullmatch(tool.name):
                 raise ToolError(
@@ -225,12 +220,12 @@ class _ChatGrammar:
 
     def _until(self, name: str, text: str, marker: str) -> list[str]:
         """A rule for text up to and including the first such marker."""
-        if marker in self._special_ids:
+        if marker in self.special_ids:
             return [f"{name}: {text} {self._marker(marker)}"]
         return [f"{name}[lazy]: {text} {json.dumps(marker)}"]
 
     def _marker(self, marker: str) -> str:
-        token_id = self._special_ids.get(marker)
+        token_id = self.special_ids.get(marker)
         return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
 

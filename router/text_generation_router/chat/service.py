@@ -1,7 +1,6 @@
 """Turns conversations into the events of the next message, independent of any API."""
 
 import asyncio
-import copy
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -179,27 +178,19 @@ def message_of(steps: list[ChatStep]) -> ChatMessage:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class ChatService:
-    """The served model's template and chat format. Immutable; does not own the `workers`."""
+    """The served model's template and chat format; does not own the `workers`."""
 
-    def __init__(
-        self,
-        infer: Infer,
-        workers: TemplateWorkers,
-        chat_format: ChatFormat,
-        special_ids: Mapping[str, int],
-    ) -> None:
-        """`special_ids`: the format's markers that are special tokens, with their ids."""
-        self._infer = infer
-        self._workers = workers
-        self._format = chat_format
-        self._special_ids = special_ids
+    infer: Infer
+    workers: TemplateWorkers
+    chat_format: ChatFormat
+    special_ids: Mapping[str, int]
+    """The format's markers that are special tokens, with their ids."""
 
     def over(self, infer: Infer) -> "ChatService":
         """A copy that generates with another Infer."""
-        other = copy.copy(self)
-        other._infer = infer
-        return other
+        return replace(self, infer=infer)
 
     async def render(self, conversation: Conversation) -> str:
         """The prompt, rendered off the event loop. Raises TemplateError and OverloadedError.
@@ -207,11 +198,11 @@ class ChatService:
         The error is what the template says of the messages as they are.
         """
         try:
-            return await self._workers.render(partial(self._job, conversation, list))
+            return await self.workers.render(partial(self._job, conversation, list))
         except RefusedByTemplateError:
             for form in _STRICT_FORMS if conversation.may_be_rewritten else ():
                 with suppress(RefusedByTemplateError):
-                    return await self._workers.render(partial(self._job, conversation, form))
+                    return await self.workers.render(partial(self._job, conversation, form))
             raise
 
     @asynccontextmanager
@@ -230,9 +221,7 @@ class ChatService:
             return made
 
         try:
-            async with self._infer.start_many(
-                parameters, conversation.num_sequences
-            ) as generations:
+            async with self.infer.start_many(parameters, conversation.num_sequences) as generations:
                 yield [
                     ChatGeneration(generation, self._parser(conversation, prompt))
                     for generation in generations
@@ -254,7 +243,7 @@ class ChatService:
         grammar, has_tools = conversation.parameters.grammar, bool(conversation.usable_tools)
         if has_tools or grammar is not None:
             grammar = await asyncio.to_thread(self._grammar, conversation, prompt)
-        markers = self._format.special_tokens if has_tools else self._format.reasoning or ()
+        markers = self.chat_format.special_tokens if has_tools else self.chat_format.reasoning or ()
         return replace(
             conversation.parameters,
             inputs=prompt,
@@ -266,21 +255,24 @@ class ChatService:
 
     def _grammar(self, conversation: Conversation, prompt: str) -> Grammar | None:
         """The grammar of the answer. Raises ToolError and GrammarError. From any thread."""
-        grammar, begun = conversation.parameters.grammar, self._format.starts_in_reasoning(prompt)
+        grammar, begun = (
+            conversation.parameters.grammar,
+            self.chat_format.starts_in_reasoning(prompt),
+        )
         try:
             if conversation.usable_tools:
                 return tool_grammar(
-                    self._format,
+                    self.chat_format,
                     conversation.callable_tools,
                     conversation.tool_choice,
                     parallel=conversation.parallel_tool_calls,
-                    special_ids=self._special_ids,
+                    special_ids=self.special_ids,
                     starts_in_reasoning=begun,
                     answer=None if grammar is None else checked_schema(grammar.source),
                 )
             if grammar is not None and self._reasons(conversation, prompt):
                 return thinking_grammar(
-                    self._format, grammar, self._special_ids, starts_in_reasoning=begun
+                    self.chat_format, grammar, self.special_ids, starts_in_reasoning=begun
                 )
         except RecursionError as error:
             raise GrammarError("grammar is too large: nest its values less") from error
@@ -289,14 +281,14 @@ class ChatService:
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
         reasons = self._reasons(conversation, prompt)
         return ChatParser(
-            self._format if reasons else replace(self._format, reasoning=None),
+            self.chat_format if reasons else replace(self.chat_format, reasoning=None),
             parses_tools=bool(conversation.usable_tools),
-            starts_in_reasoning=reasons and self._format.starts_in_reasoning(prompt),
+            starts_in_reasoning=reasons and self.chat_format.starts_in_reasoning(prompt),
         )
 
     def _reasons(self, conversation: Conversation, prompt: str) -> bool:
         """Whether reasoning may precede the answer."""
-        grammar, markers = conversation.parameters.grammar, self._format.reasoning
+        grammar, markers = conversation.parameters.grammar, self.chat_format.reasoning
         if markers is None or grammar is None or conversation.usable_tools:
             return markers is not None
         if prompt.rstrip().endswith(markers[1]):
@@ -310,14 +302,14 @@ class ChatService:
         form: Callable[[Sequence[Message]], list[Message]],
     ) -> tuple[Job, Mapping[str, Any]]:
         """A worker's job. `form` says in which form the template gets the messages."""
-        template, tools = self._workers.template, conversation.usable_tools
+        template, tools = self.workers.template, conversation.usable_tools
         if template is None:
             raise NoTemplateError
         source = template.tool_source if tools else template.source
-        messages = form(plain_messages(conversation.messages, source, self._format))
+        messages = form(plain_messages(conversation.messages, source, self.chat_format))
         described = [tool.as_openai() for tool in tools]
-        if tools and not self._format.describes_tools:
-            messages = with_instructions(messages, self._format.tools_prompt(tools))
+        if tools and not self.chat_format.describes_tools:
+            messages = with_instructions(messages, self.chat_format.tools_prompt(tools))
             # The template could describe them in a form that contradicts this one.
             described = []
         if tools and conversation.tool_prompt:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.service import ToolCall
+from text_generation_router.chat.service import ChatService, ToolCall
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.generation import Ending
+from text_generation_router.infer import Infer
 from text_generation_router.offline.progress import Tally
 from text_generation_router.request import FinishReason, Token
 from text_generation_router.services import Services
@@ -80,76 +81,70 @@ class Job:
     n: int = 1
 
 
-class Bulk:
-    """Runs jobs in the event loop of the services; their batcher must be running."""
+async def run_jobs(services: Services, jobs: Sequence[Job], tally: Tally) -> list[RequestOutput]:
+    """The result of each job, in order; a job's failure is the error of its result. Runs in the
+    event loop of the services, whose batcher must be running. Cancelling this ends all jobs."""
+    results: dict[int, RequestOutput] = {}
+    pending = iter(enumerate(jobs))
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    async def work() -> None:
+        for place, job in pending:
+            results[place] = await _run_one(services, job, tally)
 
-    async def run(self, jobs: Sequence[Job], tally: Tally) -> list[RequestOutput]:
-        """The result of each job, in order; a job's failure is the error of its result.
+    window = _WINDOW * services.config.batch_rows
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(window, len(jobs))):
+            group.create_task(work())
+    return [results[place] for place in range(len(jobs))]
 
-        Cancelling this ends all jobs.
-        """
-        results: dict[int, RequestOutput] = {}
-        pending = iter(enumerate(jobs))
 
-        async def work() -> None:
-            for place, job in pending:
-                results[place] = await self._run_one(job, tally)
+async def _run_one(services: Services, job: Job, tally: Tally) -> RequestOutput:
+    error: RouterError
+    try:
+        if isinstance(job.parameters, Conversation):
+            found = await _chat(services.chat, job.prompt, job.parameters)
+        else:
+            found = await _text(services.infer, job.prompt, job.parameters, job.n)
+        tally.tokens += sum(len(one.tokens) for one in found.completions)
+        return found
+    except UnicodeEncodeError as reason:
+        error = ValidationError(f"the prompt is not Unicode text: {reason.reason}")
+    except RouterError as reason:
+        error = reason
+    finally:
+        tally.done += 1
+    tally.failed += 1
+    return RequestOutput(job.prompt, error=error)
 
-        window = _WINDOW * self._services.config.batch_rows
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(window, len(jobs))):
-                group.create_task(work())
-        return [results[place] for place in range(len(jobs))]
 
-    async def _run_one(self, job: Job, tally: Tally) -> RequestOutput:
-        error: RouterError
-        try:
-            if isinstance(job.parameters, Conversation):
-                found = await self._chat(job.prompt, job.parameters)
-            else:
-                found = await self._text(job.prompt, job.parameters, job.n)
-            tally.tokens += sum(len(one.tokens) for one in found.completions)
-            return found
-        except UnicodeEncodeError as reason:
-            error = ValidationError(f"the prompt is not Unicode text: {reason.reason}")
-        except RouterError as reason:
-            error = reason
-        finally:
-            tally.done += 1
-        tally.failed += 1
-        return RequestOutput(job.prompt, error=error)
+async def _text(infer: Infer, prompt: Any, parameters: GenerateParameters, n: int) -> RequestOutput:
+    results = await infer.generate_many(parameters, n)
+    completions = [
+        _completion(index, one.tokens, one.top_tokens, one.ending)
+        for index, one in enumerate(results)
+    ]
+    [first, *_] = results
+    prompt_tokens = first.prefill.tokens
+    return RequestOutput(prompt, first.prompt_tokens, prompt_tokens, tuple(completions))
 
-    async def _text(self, prompt: Any, parameters: GenerateParameters, n: int) -> RequestOutput:
-        results = await self._services.infer.generate_many(parameters, n)
-        completions = [
-            _completion(index, one.tokens, one.top_tokens, one.ending)
-            for index, one in enumerate(results)
-        ]
-        [first, *_] = results
-        prompt_tokens = first.prefill.tokens
-        return RequestOutput(prompt, first.prompt_tokens, prompt_tokens, tuple(completions))
 
-    async def _chat(self, prompt: Any, conversation: Conversation) -> RequestOutput:
-        completions = []
-        async with self._services.chat.start(conversation) as generations:
-            # All run at the same time, although they are read one after the other.
-            for index, generation in enumerate(generations):
-                message = await generation.collect()
-                assert generation.ending is not None
-                tokens = [output.token for output in message.outputs]
-                tops = [output.top_tokens for output in message.outputs if output.top_tokens]
-                completion = _completion(index, tokens, tops, generation.ending)
-                completion = replace(
-                    completion,
-                    text=message.content or "",
-                    reasoning=message.reasoning,
-                    tool_calls=message.tool_calls,
-                )
-                completions.append(completion)
-        return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
+async def _chat(service: ChatService, prompt: Any, conversation: Conversation) -> RequestOutput:
+    completions = []
+    async with service.start(conversation) as generations:
+        # All run at the same time, although they are read one after the other.
+        for index, generation in enumerate(generations):
+            message = await generation.collect()
+            assert generation.ending is not None
+            tokens = [output.token for output in message.outputs]
+            tops = [output.top_tokens for output in message.outputs if output.top_tokens]
+            completion = replace(
+                _completion(index, tokens, tops, generation.ending),
+                text=message.content or "",
+                reasoning=message.reasoning,
+                tool_calls=message.tool_calls,
+            )
+            completions.append(completion)
+    return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
 
 
 def _completion(

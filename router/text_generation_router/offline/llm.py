@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import MessageBody, ToolBody, to_messages
-from text_generation_router.offline.bulk import Bulk, Job, RequestOutput
+from text_generation_router.offline.bulk import Job, RequestOutput, run_jobs
 from text_generation_router.offline.progress import Tally, bar
 from text_generation_router.offline.sampling import SamplingParams, complaint
 from text_generation_router.offline.session import (
@@ -164,9 +164,9 @@ class LLM:
         self.close()
 
     def _run(self, jobs: Sequence[Job], progress: bool) -> list[RequestOutput]:
-        bulk, tally = Bulk(self._services()), Tally(len(jobs))
+        services, tally = self._services(), Tally(len(jobs))
         with bar(tally, sys.stderr) if progress else nullcontext():
-            return self._wait_for(partial(bulk.run, jobs, tally))
+            return self._wait_for(partial(run_jobs, services, jobs, tally))
 
     def _services(self) -> Services:
         """The running services. Raises LLMError if the model has ended."""
