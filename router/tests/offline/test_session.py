@@ -57,7 +57,7 @@ def test_the_router_gets_its_options():
         ({"port": 80}, "`port` is an option of the server"),
         ({"api_key": "k"}, "`api_key` is an option of the server"),
         ({"max_concurrent_requests": 3}, "`max_concurrent_requests` is an option of the server"),
-        ({"max_batch_size": 0}, "`--max-batch-size` must be >= 1"),
+        ({"max_batch_size": 0}, "`--max-batch-size` must be a whole number of at least 1"),
         ({"max_input_tokens": 5, "max_total_tokens": 5}, "`max_input_tokens` must be <"),
     ],
 )
