@@ -5,8 +5,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from pydantic import BaseModel
 
-from text_generation_router.api.keys import caller_of
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.keys import NEEDS_KEY, caller_of
 from text_generation_router.api.sse import (
     COMMENT,
     EventStream,
@@ -17,6 +19,23 @@ from text_generation_router.api.sse import (
 from text_generation_router.request_id import TRACE
 from text_generation_router.request_options import options_of
 from text_generation_router.services import Services
+
+Responses = dict[int | str, dict[str, Any]]
+"""What a route may answer, for the documentation."""
+
+
+def events(description: str, event: type[BaseModel] | None = None) -> Responses:
+    """The documentation of a stream of events, instead of JSON or beside it."""
+    content = {}
+    if event is not None:
+        content = {"schema": {"$ref": f"#/components/schemas/{event.__name__}"}}
+    return {200: {"description": description, "content": {"text/event-stream": content}}}
+
+
+def post_router(tag: str, errors: Responses, route_class: type[JsonRoute] = JsonRoute) -> APIRouter:
+    """A router of POST routes behind the API keys, which fail as `errors` says."""
+    return APIRouter(route_class=route_class, dependencies=NEEDS_KEY, tags=[tag], responses=errors)
+
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.answers import float32
+from text_generation_router.api.openai.schemas import SamplingBody
 from text_generation_router.api.openai.stream import Chunk, ChunkWriter
 from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
@@ -93,7 +94,7 @@ def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     expected = [
         b"data: " + orjson.dumps(head | {"choices": [choice]}) + b"\n\n" for choice in choices
     ]
-    assert ChunkWriter(head).chunks(map(Chunk, choices)) == b"".join(expected)
+    assert ChunkWriter(head, SamplingBody()).chunks(map(Chunk, choices)) == b"".join(expected)
 
 
 async def test_a_stream_wakes_up_once_for_all_that_is_ready() -> None:

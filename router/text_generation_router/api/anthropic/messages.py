@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, make_id
@@ -17,11 +17,15 @@ from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
     MessagesRequest,
 )
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import warning
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
-from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    events,
+    open_stream,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.sse import named_events
 from text_generation_router.api.v1_errors import STATUSES
 from text_generation_router.chat.parser import (
@@ -199,20 +203,15 @@ def _stop(generation: ChatGeneration) -> Json:
 
 
 _PING = named_events([{"type": "ping"}])
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The message, or with `stream` its events (message_start, …, message_stop).",
-        "content": {"text/event-stream": {}},
-    }
-}
+_EVENTS = events("The message, or with `stream` its events (message_start, …, message_stop).")
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Anthropic"])
+router = post_router("Anthropic", STATUSES)
 
 
 @router.post(
     "/v1/messages",
     summary="Create a message",
-    responses=_EVENTS | STATUSES,
+    responses=_EVENTS,
 )
 async def messages(
     body: MessagesRequest, request: Request, services: ServicesDependency
@@ -231,7 +230,6 @@ async def messages(
 @router.post(
     "/v1/messages/count_tokens",
     summary="Count the tokens of a message",
-    responses=STATUSES,
 )
 async def count_tokens(
     body: CountTokensRequest, request: Request, services: ServicesDependency

@@ -1,20 +1,13 @@
 """The answers of OpenAI's routes, for the documentation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-
-def stream_of(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The documentation of a route that answers with JSON or with a stream of chunks."""
-    schema = {"$ref": f"#/components/schemas/{chunk.__name__}"}
-    return {
-        200: {
-            "description": "JSON, or with `stream` lines `data: {…}` up to `data: [DONE]`; what "
-            'goes wrong after the first one is a line `data: {"error": {…}}`.',
-            "content": {"text/event-stream": {"schema": schema}},
-        }
-    }
+STREAM = (
+    "JSON, or with `stream` lines `data: {…}` up to `data: [DONE]`; what goes wrong after the "
+    'first one is a line `data: {"error": {…}}`.'
+)
 
 
 class PromptTokensDetails(BaseModel):

@@ -7,15 +7,12 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel, Field
 
-from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.logprobs import (
     ScoredToken,
     TokenTrail,
@@ -25,7 +22,7 @@ from text_generation_router.api.logprobs import (
 )
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
-from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
+from text_generation_router.api.openai.answers import STREAM, ChatCompletion, ChatCompletionChunk
 from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.openai.stream import (
     Chunk,
@@ -33,7 +30,13 @@ from text_generation_router.api.openai.stream import (
     PromptEntries,
     usage,
 )
-from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    events,
+    open_stream,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
 from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.chat.conversation import Conversation
@@ -216,17 +219,15 @@ def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:
 # Characters of a prompt that /chat_tokenize writes in one go, in less than a millisecond.
 _SLICE = 16 * 1024
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
-tokenize_router = APIRouter(
-    route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Text Generation Inference"]
-)
+router = post_router("OpenAI", ERRORS)
+tokenize_router = post_router("Text Generation Inference", TGI_ERRORS)
 
 
 @router.post(
     "/v1/chat/completions",
     summary="Generate tokens",
     response_model=ChatCompletion | ChatCompletionChunk,
-    responses=stream_of(ChatCompletionChunk) | ERRORS,
+    responses=events(STREAM, ChatCompletionChunk),
 )
 async def chat_completions(
     body: ChatRequest, request: Request, services: ServicesDependency
@@ -293,9 +294,7 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices run at the same time."""
     head = _head("chat.completion.chunk", body, services)
-    if body.includes_usage and not body.tells_usage:
-        head["usage"] = None
-    chunk_writer = stream.ChunkWriter(head)
+    chunk_writer = stream.ChunkWriter(head, body)
     async with services.chat.start(conversation) as generations:
         writers = [
             ChoiceStream(index, body, generation, services.tokenizer)
@@ -305,10 +304,7 @@ async def _stream(
             async for index, steps in parts:
                 if chunks := writers[index].chunks(steps):
                     yield chunk_writer.chunks(chunks)
-        last = b""
-        if body.includes_usage:
-            last = sse.event(head | {"choices": [], "usage": _totals(generations)})
-    yield last + stream.DONE
+    yield chunk_writer.end(lambda: _totals(generations))
 
 
 def _head(kind: str, body: ChatRequest, services: Services) -> Json:
@@ -344,7 +340,6 @@ class ChatTokenizeResponse(BaseModel):
     "/chat_tokenize",
     summary="Template and tokenize ChatRequest",
     response_model=ChatTokenizeResponse,
-    responses=TGI_ERRORS,
 )
 async def get_chat_tokenize(
     body: ChatRequest, request: Request, services: ServicesDependency

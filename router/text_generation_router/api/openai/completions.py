@@ -5,12 +5,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import warning
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.logprobs import (
     ScoredToken,
     TokenTrail,
@@ -20,14 +18,19 @@ from text_generation_router.api.logprobs import (
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import (
+    STREAM,
     Completion,
     CompletionChunk,
-    stream_of,
 )
 from text_generation_router.api.openai.schemas import CompletionRequest
 from text_generation_router.api.openai.stream import PromptEntries
-from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
-from text_generation_router.api.sse import event
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    events,
+    open_stream,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.infer import gather_or_cancel
@@ -39,7 +42,7 @@ from text_generation_router.validation import GenerateParameters
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
+router = post_router("OpenAI", ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Prompt:
     "/v1/completions",
     summary="Generate tokens",
     response_model=Completion | CompletionChunk,
-    responses=stream_of(CompletionChunk) | ERRORS,
+    responses=events(STREAM, CompletionChunk),
 )
 async def completions(
     body: CompletionRequest, request: Request, services: ServicesDependency
@@ -302,9 +305,7 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices run at the same time."""
     head = stream.envelope("cmpl", "text_completion", services, body.request_id)
-    if body.includes_usage and not body.tells_usage:
-        head["usage"] = None
-    chunk_writer = stream.ChunkWriter(head)
+    chunk_writer = stream.ChunkWriter(head, body)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         writers: list[_ChoiceStream] = []
@@ -324,16 +325,13 @@ async def _stream(
             async for index, outputs in parts:
                 if chunks := writers[index].chunks(outputs):
                     yield chunk_writer.chunks(chunks)
-        last = b""
-        if body.includes_usage:
-            completion_tokens = 0 if body.max_tokens == 0 else stream.generated_tokens(generations)
-            totals = stream.usage(
-                sum(generation.prompt_tokens for generation in firsts),
-                sum(generation.cached_tokens for generation in firsts),
-                completion_tokens,
-            )
-            last = event(head | {"choices": [], "usage": totals})
-    yield last + stream.DONE
+    yield chunk_writer.end(
+        lambda: stream.usage(
+            sum(generation.prompt_tokens for generation in firsts),
+            sum(generation.cached_tokens for generation in firsts),
+            0 if body.max_tokens == 0 else stream.generated_tokens(generations),
+        )
+    )
 
 
 def _finish_reason(generated: GeneratedText) -> str:

@@ -5,16 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from text_generation_router.api.answers import float32_json, timing_headers
-from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.schemas import TokenId
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.api.routes import ServicesDependency, unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.errors import GenerationError
@@ -27,7 +25,7 @@ from text_generation_router.validation import GenerateParameters
 # Numbers up to which the answer is written at once, with its length.
 _MOST_AT_ONCE = 8192
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
+router = post_router("OpenAI", ERRORS)
 
 
 class EmbeddingRequest(Body):
@@ -105,7 +103,6 @@ class EmbeddingListBody(BaseModel):
     "/v1/embeddings",
     summary="Embed texts",
     response_model=EmbeddingListBody,
-    responses=ERRORS,
 )
 async def embeddings(
     body: EmbeddingRequest, request: Request, services: ServicesDependency

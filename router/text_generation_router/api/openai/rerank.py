@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.stream import envelope
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.api.routes import ServicesDependency, unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
 from text_generation_router.api.v1_errors import STATUSES
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused
@@ -25,7 +23,7 @@ from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Scoring"])
+router = post_router("Scoring", {})
 _SCORE: Any = {"summary": "Score pairs"}
 _RERANK: Any = {"summary": "Rank documents"}
 

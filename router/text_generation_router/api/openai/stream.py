@@ -3,11 +3,12 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from text_generation_router.api.openai.schemas import SamplingBody
 from text_generation_router.api.sse import LastEvent, event
 from text_generation_router.api.v1_errors import RequestError, describe
 from text_generation_router.chat.service import ChatGeneration
@@ -43,12 +44,22 @@ def envelope(prefix: str, kind: str, services: Services, request_id: str | None 
 class ChunkWriter:
     """Writes the chunks of one stream; the fields before the choice are encoded once."""
 
-    def __init__(self, head: Json) -> None:
+    def __init__(self, head: Json, body: SamplingBody) -> None:
+        self._has_usage = body.includes_usage
+        if body.includes_usage and not body.tells_usage:
+            head = head | {"usage": None}
+        self._head = head
         self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
 
     def chunks(self, chunks: Iterable[Chunk]) -> bytes:
         """The chunks, for one write."""
         return b"".join(map(self._written, chunks))
+
+    def end(self, usage: Callable[[], Json]) -> bytes:
+        """What comes behind the last choice: the usage of all, if it is asked for."""
+        if not self._has_usage:
+            return DONE
+        return event(self._head | {"choices": [], "usage": usage()}) + DONE
 
     def _written(self, chunk: Chunk) -> bytes:
         more = b"}" if not chunk.more else b"," + orjson.dumps(chunk.more)[1:]

@@ -29,7 +29,12 @@ from text_generation_router.api.platforms.kserve_tensors import (
     shape_complaint,
     written,
 )
-from text_generation_router.api.routes import ServicesDependency, get, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    get,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
@@ -65,7 +70,8 @@ _OPEN = "text_generation_router.open_inference"
 # Health needs no key.
 router = APIRouter(tags=["KServe"])
 key_router = APIRouter(dependencies=NEEDS_KEY, tags=["KServe"])
-body_router = APIRouter(route_class=TensorRoute, dependencies=NEEDS_KEY, tags=["KServe"])
+tgi_router = post_router("KServe", ERRORS, TensorRoute)
+open_router = post_router("KServe", OPEN_ERRORS, TensorRoute)
 
 
 class Utf8Error(RouterError):
@@ -90,24 +96,14 @@ async def kserve_live() -> Response:
     return json_response({"live": True})
 
 
-@get(
-    router,
-    "/v2/health/ready",
-    summary="Readiness",
-    responses=UNHEALTHY,
-)
+@get(router, "/v2/health/ready", summary="Readiness", responses=UNHEALTHY)
 async def kserve_ready(services: ServicesDependency) -> Response:
     """Every shard takes work and the scheduler runs."""
     await check_health(services)
     return json_response({"live": True})
 
 
-@get(
-    router,
-    f"{_VERSION}/ready",
-    summary="Readiness of the model",
-    responses=UNHEALTHY,
-)
+@get(router, f"{_VERSION}/ready", summary="Readiness of the model", responses=UNHEALTHY)
 async def kserve_model_ready(
     model_name: str, model_version: str, services: ServicesDependency
 ) -> Response:
@@ -115,24 +111,14 @@ async def kserve_model_ready(
     return await kserve_ready(services)
 
 
-@get(
-    key_router,
-    "/v2",
-    summary="Server metadata",
-    responses=UNAUTHORIZED,
-)
+@get(key_router, "/v2", summary="Server metadata", responses=UNAUTHORIZED)
 async def kserve_metadata() -> Response:
     """What the server is."""
     extensions = ["health", "models", "metrics"]
     return json_response({"name": _SERVER, "version": VERSION, "extensions": extensions})
 
 
-@get(
-    key_router,
-    _VERSION,
-    summary="Model metadata",
-    responses=UNAUTHORIZED,
-)
+@get(key_router, _VERSION, summary="Model metadata", responses=UNAUTHORIZED)
 async def kserve_model_metadata(model_name: str, model_version: str) -> Response:
     """The name and the version from the path, since the server has one model."""
     extensions = ["infer", "ready"]
@@ -154,12 +140,7 @@ async def kserve_any_version_ready(model_name: str, services: ServicesDependency
     return await kserve_ready(services)
 
 
-@get(
-    key_router,
-    _MODEL,
-    summary="Model metadata of the protocol",
-    responses=OPEN_ERRORS,
-)
+@get(key_router, _MODEL, summary="Model metadata of the protocol", responses=OPEN_ERRORS)
 async def kserve_any_version_metadata(model_name: str, services: ServicesDependency) -> Response:
     """The tensors that the model takes and gives; inputs and outputs may have other names."""
     check_model(model_name, services)
@@ -175,7 +156,7 @@ async def kserve_any_version_metadata(model_name: str, services: ServicesDepende
     )
 
 
-@body_router.post(f"{_VERSION}/infer", summary="Inference", responses=ERRORS)
+@tgi_router.post(f"{_VERSION}/infer", summary="Inference")
 async def kserve_infer(
     model_name: str,
     model_version: str,
@@ -199,11 +180,7 @@ async def kserve_infer(
     return json_response({"id": body.id, "outputs": made}, warning(body))
 
 
-@body_router.post(
-    f"{_MODEL}/infer",
-    summary="Inference by the protocol",
-    responses=OPEN_ERRORS,
-)
+@open_router.post(f"{_MODEL}/infer", summary="Inference by the protocol")
 async def kserve_any_version_infer(
     model_name: str, body: InferenceRequest, request: Request, services: ServicesDependency
 ) -> Response:

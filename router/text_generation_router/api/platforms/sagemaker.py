@@ -2,28 +2,19 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import Discriminator, Tag
 
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.openai.answers import ChatCompletion, Completion
 from text_generation_router.api.openai.chat import chat_completions
 from text_generation_router.api.openai.completions import completions
 from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
-from text_generation_router.api.routes import ServicesDependency
+from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.tgi.generate import compat_generate
 from text_generation_router.api.tgi.schemas import CompatGenerateRequest, GenerateResponse
 
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer, or with `stream` its events.",
-        "content": {"text/event-stream": {}},
-    }
-}
-
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["SageMaker"])
+router = post_router("SageMaker", ERRORS)
 
 
 def _kind(body: Any) -> str | None:
@@ -51,7 +42,7 @@ SagemakerRequest = Annotated[
     "/invocations",
     summary="Generate tokens from Sagemaker request",
     response_model=list[GenerateResponse] | ChatCompletion | Completion,
-    responses=_EVENTS | ERRORS,
+    responses=events("The answer, or with `stream` its events."),
 )
 async def sagemaker_compatibility(
     body: SagemakerRequest, request: Request, services: ServicesDependency

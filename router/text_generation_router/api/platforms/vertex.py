@@ -6,11 +6,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.answers import json_response
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.openai.schemas import ChatRequest
-from text_generation_router.api.routes import ServicesDependency, get, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    get,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import health
 from text_generation_router.api.tgi.schemas import GenerateRequest
@@ -20,7 +23,7 @@ from text_generation_router.fields import Body, Bounded
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Vertex"])
+router = post_router("Vertex", ERRORS)
 
 
 def _kind(instance: Any) -> str:
@@ -45,7 +48,6 @@ class VertexRequest(Body):
 @router.post(
     "/vertex",
     summary="Generate tokens from Vertex request",
-    responses=ERRORS,
 )
 async def vertex_compatibility(
     body: VertexRequest, request: Request, services: ServicesDependency
@@ -61,7 +63,7 @@ async def vertex_compatibility(
 
 def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:
     """The same predictions and health on the paths that the configuration names."""
-    predict = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY)
+    predict = post_router("Vertex", ERRORS)
     live = APIRouter()
     if config.aip_predict_route is not None:
         predict.add_api_route(

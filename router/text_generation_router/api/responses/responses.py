@@ -5,19 +5,23 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from text_generation_router.api.answers import json_response, make_id
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.fields import tier_of, warning
-from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.input import conversation_of, left_out
 from text_generation_router.api.responses.output import Json, OutputWriter
 from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.api.responses.tools import served_tools
-from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    events,
+    open_stream,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.sse import named_events
 from text_generation_router.api.v1_errors import STATUSES, describe
 from text_generation_router.chat.parser import ChatEvent
@@ -156,21 +160,17 @@ def _envelope(body: ResponsesRequest, services: Services) -> Json:
 
 
 PATH = "/v1/responses"
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The response, or with `stream` its events (response.created, …, "
-        "response.completed).",
-        "content": {"text/event-stream": {}},
-    }
-}
+_EVENTS = events(
+    "The response, or with `stream` its events (response.created, …, response.completed)."
+)
 
-router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
+router = post_router("OpenAI", STATUSES)
 
 
 @router.post(
     PATH,
     summary="Create a response",
-    responses=_EVENTS | STATUSES,
+    responses=_EVENTS,
 )
 async def responses(
     body: ResponsesRequest, request: Request, services: ServicesDependency

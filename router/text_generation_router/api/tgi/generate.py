@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from text_generation_router.api.answers import (
     float32,
@@ -12,10 +12,14 @@ from text_generation_router.api.answers import (
     json_response,
     timing_headers,
 )
-from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS
-from text_generation_router.api.keys import NEEDS_KEY
-from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
+from text_generation_router.api.routes import (
+    ServicesDependency,
+    events,
+    open_stream,
+    post_router,
+    unless_disconnected,
+)
 from text_generation_router.api.sse import error_event, event
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
@@ -32,26 +36,19 @@ from text_generation_router.validation import GenerateParameters
 
 Json = dict[str, Any]
 
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Lines `data: {…}`; what goes wrong after the body was read is one too, "
-        "but for 429, 503 and 504 before the first token.",
-        "content": {
-            "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
-        },
-    }
-}
-
-router = APIRouter(
-    route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Text Generation Inference"]
+_EVENTS = events(
+    "Lines `data: {…}`; what goes wrong after the body was read is one too, but for 429, 503 and "
+    "504 before the first token.",
+    StreamResponse,
 )
+
+router = post_router("Text Generation Inference", ERRORS)
 
 
 @router.post(
     "/generate",
     summary="Generate tokens",
     response_model=GenerateResponse,
-    responses=ERRORS,
 )
 async def generate(
     body: GenerateRequest, request: Request, services: ServicesDependency
@@ -67,7 +64,7 @@ async def generate(
     status_code=200,
     response_class=Response,
     response_model=StreamResponse,
-    responses=_EVENTS | ERRORS,
+    responses=_EVENTS,
 )
 async def generate_stream(
     body: GenerateRequest, request: Request, services: ServicesDependency
@@ -81,7 +78,7 @@ async def generate_stream(
     "/",
     summary="Generate tokens if `stream == false` or a stream of token if `stream == true`",
     response_model=list[GenerateResponse],
-    responses=_EVENTS | ERRORS,
+    responses=_EVENTS,
 )
 async def compat_generate(
     body: CompatGenerateRequest, request: Request, services: ServicesDependency
@@ -99,7 +96,6 @@ async def compat_generate(
     "/tokenize",
     summary="Tokenize inputs",
     response_model=list[TokenizedToken],
-    responses=ERRORS,
 )
 async def tokenize(
     body: GenerateRequest, request: Request, services: ServicesDependency
