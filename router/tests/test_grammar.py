@@ -78,11 +78,6 @@ async def test_too_slow_is_the_users_error() -> None:
         await compiler(Compiling(delay_s=60)).compile(schema(OBJECT))
 
 
-async def test_switched_off() -> None:
-    with pytest.raises(ValidationError, match=r"^grammar is not supported$"):
-        await compiler(Compiling(), is_enabled=False).compile(schema(OBJECT))
-
-
 @pytest.mark.parametrize(
     ("regex", "lark"),
     [
@@ -95,12 +90,6 @@ async def test_switched_off() -> None:
 )
 def test_a_regex_is_written_between_slashes(regex: str, lark: str) -> None:
     assert json.loads(write(Grammar("regex", regex))) == {"grammars": [{"lark_grammar": lark}]}
-
-
-def test_lark_is_left_alone() -> None:
-    assert json.loads(write(Grammar("lark", 'start: "a"')))["grammars"] == [
-        {"lark_grammar": 'start: "a"'}
-    ]
 
 
 def test_lark_may_name_every_added_token() -> None:
