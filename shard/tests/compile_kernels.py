@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,26 +199,6 @@ def choose() -> None:
         places=rows, masks=lambda: torch.empty(2, 128256 // 32, dtype=torch.int32)
     )
     begin(plain_upload(scores.device), scores, table, history, rows, Watermark(0.5, 2.0), allowed)
-
-
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """The table of device/cuda/README.md for the first shape: each kernel's largest figures."""
-    lines = ["| | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |"]
-    lines.append("|---" * (len(CAPABILITIES) + 1) + "|")
-    own = [item for item in found if tuple(item["heads"]) == SHAPES[0]]
-    for name in dict.fromkeys(item["kernel"] for item in own):
-        cells = [f"`{name}`"]
-        for capability in CAPABILITIES:
-            some = [item for item in own if (item["kernel"], item["sm"]) == (name, capability)]
-            if not some:
-                cells.append("–")
-                continue
-            registers, shared, products = (
-                max(item[key] for item in some) for key in ("registers", "shared", "products")
-            )
-            cells.append(f"{registers}, {shared / 1024:.0f} KiB, {products}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def main() -> None:

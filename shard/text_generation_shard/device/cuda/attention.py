@@ -40,18 +40,14 @@ class TritonAttention:
         shape: HeadShape,
         device: torch.device,
         capability: int,
-        slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
         takes_flash: bool = False,
         upload: Upload | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """capability: see `tiles`. slopes [num_heads] float32: ALiBi slopes. sinks [num_heads]
-        float32: scores of attention sinks. takes_flash: compute prompts by `flash`, unless
+        """capability: see `tiles`. takes_flash: compute prompts by `flash`, unless
         `is_deterministic` (see Attention)."""
         self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
-        self._slopes, self._sinks = slopes, sinks
         self._takes_flash = takes_flash and not is_deterministic
         self.is_deterministic = is_deterministic
         self.name = "triton+varlen_attn" if self._takes_flash else "triton"
@@ -61,7 +57,6 @@ class TritonAttention:
         # Compile-time constants of both attention kernels.
         self._constants = {
             "SCALE": shape.scale,
-            "SOFT_CAP": shape.soft_cap,
             "NUM_HEADS": shape.num_heads,
             "NUM_KV_HEADS": shape.num_kv_heads,
             "HEAD_DIM": shape.head_dim,
@@ -127,7 +122,7 @@ class TritonAttention:
             prefill.attend_prompts,
             (-(-rows.longest // tile.queries), self._shape.num_heads, len(rows.lens)),
             *(heads, keys, values, rows.tables, rows.starts, rows.lens),
-            *(self._slopes, self._sinks, out, rows.tables.shape[1]),
+            *(out, rows.tables.shape[1]),
             WINDOW=window,
             QUERIES=tile.queries,
             KEYS=tile.keys,
@@ -174,7 +169,7 @@ class TritonAttention:
                 decode.attend_split,
                 (count, own.num_kv_heads, splits),
                 *(heads[some], keys, values, part.tables, part.lens, part.owners),
-                *(self._slopes, parts, sums, part.tables.shape[1]),
+                *(parts, sums, part.tables.shape[1]),
                 WINDOW=window,
                 GROUP_PAD=max(16, triton.next_power_of_2(own.num_heads // own.num_kv_heads)),
                 TILE=tile.tile,
@@ -186,7 +181,7 @@ class TritonAttention:
             launch(
                 decode.merge_splits,
                 (count, own.num_heads),
-                *(parts, sums, part.lens, self._sinks, out[some], splits),
+                *(parts, sums, part.lens, out[some], splits),
                 NUM_HEADS=own.num_heads,
                 HEAD_DIM=own.head_dim,
                 DIM_PAD=self._dim_pad,

@@ -26,13 +26,12 @@ _GROUPED: dict[str, Any] = (
 
 
 def suits(shape: HeadShape, dtype: torch.dtype, capability: int) -> bool:
-    """Whether it supports heads of this shape. It supports no slopes and no sinks."""
+    """Whether it supports heads of this shape."""
     return (
         dtype in (torch.float16, torch.bfloat16)
         and capability >= _CAPABILITY
         and shape.head_dim <= 256
         and shape.head_dim % 8 == 0
-        and shape.soft_cap == 0.0
     )
 
 

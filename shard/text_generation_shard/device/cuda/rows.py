@@ -64,10 +64,8 @@ class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # Scores are multiplied by `scale`, then limited: soft_cap * tanh(score / soft_cap); 0: no
-    # limit.
+    # Scores are multiplied by `scale`.
     scale: float
-    soft_cap: float = 0.0
 
 
 class Rows(NamedTuple):

@@ -24,14 +24,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 CONTEXTS = [1, 16, 64, 65, 129, *([511, 512, 513, 1500] if HAS_GPU else [])]
 
 
-def definition(
-    heads: Tensor,
-    count: int,
-    shape: HeadShape,
-    window: int | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def definition(heads: Tensor, count: int, shape: HeadShape, window: int | None) -> Tensor:
     """Plain attention of the last `count` tokens of a row: [count, num_heads * head_dim], in
     float64."""
     kinds = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
@@ -39,18 +32,10 @@ def definition(
     group = shape.num_heads // shape.num_kv_heads
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query[-count:], key) * shape.scale
-    if shape.soft_cap:
-        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     token = torch.arange(len(heads), device=heads.device)
     distance = token[None] - token[-count:, None]
-    if slopes is not None:
-        scores = scores + slopes.double()[:, None, None] * distance
     hidden = (distance > 0) | (distance <= -(window or 2**30))
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        beside = sinks.double()[:, None, None].expand(-1, count, 1)
-        scores = torch.cat((scores, beside), dim=2)
-    weights = scores.softmax(2)[:, :, : len(heads)]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(2)
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
@@ -65,8 +50,6 @@ def check(
     dtype: torch.dtype,
     lengths: list[int],
     window: int | None = None,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     takes_flash: bool = False,
     kept: torch.dtype | None = None,
     is_deterministic: bool = False,
@@ -74,10 +57,8 @@ def check(
     """Rows of CONTEXTS tokens; one pass computes the last `lengths` of each. kept: the dtype of the
     cache."""
     torch.manual_seed(0)
-    slopes, sinks = (None if item is None else item.to(PLACE) for item in (slopes, sinks))
     attention = TritonAttention(
-        *(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash),
-        is_deterministic=is_deterministic,
+        shape, PLACE, CAPABILITY, takes_flash=takes_flash, is_deterministic=is_deterministic
     )
     attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, kept or dtype), 1024)
     width = shape.num_heads + 2 * shape.num_kv_heads
@@ -94,10 +75,7 @@ def check(
     put(attention, batch, torch.zeros_like(heads[:, shape.num_heads :]))
     found = attention.forward(heads, 0, window, False, attention.plan(batch, NO_ANGLES))
     wanted = torch.cat(
-        [
-            definition(row, count, shape, window, slopes, sinks)
-            for row, count in zip(rows, counts, strict=True)
-        ]
+        [definition(row, count, shape, window) for row, count in zip(rows, counts, strict=True)]
     )
     assert (
         found.isfinite().all()
@@ -187,17 +165,6 @@ def test_windows(lengths: list[int], window: int) -> None:
     check(HeadShape(4, 2, 64, 0.125), torch.float32, lengths, window)
 
 
-@TAILS
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("which", ["soft cap", "slopes", "sinks", "all"])
-def test_scores_are_changed(lengths: list[int], window: int | None, which: str) -> None:
-    cap = 5.0 if which in ("soft cap", "all") else 0.0
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.01]) if which in ("slopes", "all") else None
-    sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0]) if which in ("sinks", "all") else None
-    shape = HeadShape(4, 2, 64, 0.5, cap)
-    check(shape, torch.float32, lengths, window, slopes, sinks)
-
-
 def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_attention, "_MOST_SPLITS", 4)
     check(HeadShape(4, 2, 64, 0.125), torch.float32, ONE)
@@ -252,7 +219,7 @@ def plain_varlen(
         heads[-count:, : shape.num_heads] = query[own]
         heads[:, shape.num_heads :] = torch.cat((key[keys], value[keys]), dim=1)
         window = None if window_size[0] < 0 else window_size[0] + 1
-        found.append(definition(heads, count, shape, window, None, None).to(query.dtype))
+        found.append(definition(heads, count, shape, window).to(query.dtype))
     return torch.cat(found).view(query.shape)
 
 
@@ -273,7 +240,6 @@ def test_what_torch_has_no_attention_for_is_ours(monkeypatch: pytest.MonkeyPatch
     plain = HeadShape(4, 2, 64, 0.125)
     assert not flash.suits(plain, torch.float32, 90)
     assert not flash.suits(plain, torch.float16, 75)
-    assert not flash.suits(plain._replace(soft_cap=30.0), torch.float16, 90)
     assert not flash.suits(plain._replace(head_dim=320), torch.float16, 90)
 
     def refuse(*_: object) -> Tensor:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8
 
-from shard.tests import compile_kernels
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[5]
@@ -64,12 +62,6 @@ def test_no_bit_of_float32_is_left_out(kernels: list[dict[str, Any]]) -> None:
     wide = [kernel for kernel in kernels if kernel["first"] == "*fp32"]
     assert ("multiply", 100) in {(kernel["kernel"], kernel["sm"]) for kernel in wide}
     assert all(kernel["products"] == 0 for kernel in wide)
-
-
-def test_what_they_take_is_written_down(kernels: list[dict[str, Any]]) -> None:
-    found = compile_kernels.table(kernels)
-    text = (ROOT / "shard/text_generation_shard/device/cuda/README.md").read_text()
-    assert found in text, f"write into device/cuda/README.md:\n{found}"
 
 
 def test_nothing_is_compiled_while_requests_are_served(kernels: list[dict[str, Any]]) -> None:

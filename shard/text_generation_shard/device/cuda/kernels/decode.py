@@ -5,7 +5,23 @@ import triton
 import triton.language as tl
 
 from text_generation_shard.device.cuda.kernels.float8 import from_cache
-from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
+
+# Scores are multiplied by it, so that all powers have base 2.
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def add_tile(scores, values, largest, total, mixed):
+    """One step of an online softmax (Milakov and Gimelshein 2018): add the values [N, D] of a tile
+    with scores [M, N], -inf where a key is masked, to the state of each query: largest score [M],
+    sum of weights [M], sum of weighted values [M, D]. Returns the new state."""
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    # All keys so far may be masked.
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    shrunk = tl.exp2(largest - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return larger, total * shrunk + tl.sum(weights, 1), mixed * shrunk[:, None] + product
 
 
 @triton.jit(
@@ -19,12 +35,10 @@ def attend_split(
     tables_ptr,
     lens_ptr,
     owners_ptr,
-    slopes_ptr,
     parts_ptr,
     sums_ptr,
     table_width,
     SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -39,9 +53,8 @@ def attend_split(
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
     HEAD_DIM] in the type of the heads or in 8 bits; lens [R] int32; tables [*, table_width] int32,
-    indexed by row or by owners [R] int32; slopes [NUM_HEADS] float32 or None. Writes parts [R,
-    splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS]: log2 of the sum of weights, -inf
-    if no token is seen.
+    indexed by row or by owners [R] int32. Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums
+    [R, splits, NUM_HEADS]: log2 of the sum of weights, -inf if no token is seen.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -68,9 +81,6 @@ def attend_split(
         mask=is_head[:, None] & is_feature[None, :],
         other=0.0,
     )
-    slope = tl.zeros([GROUP_PAD], tl.float32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head, mask=is_head, other=0.0) * LOG2_E
     largest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -85,8 +95,7 @@ def attend_split(
         keys = tl.load(keys_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
         keys = from_cache(keys, query.dtype)
         products = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        scores = scaled(products, SCALE, SOFT_CAP)
-        scores += slope[:, None] * (token - (length - 1))[None, :]
+        scores = products * SCALE * LOG2_E
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         values = tl.load(values_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
         values = from_cache(values, query.dtype)
@@ -104,7 +113,6 @@ def merge_splits(
     parts_ptr,
     sums_ptr,
     lens_ptr,
-    sinks_ptr,
     out_ptr,
     num_splits,
     NUM_HEADS: tl.constexpr,
@@ -113,15 +121,12 @@ def merge_splits(
     SPLIT: tl.constexpr,
 ):
     """Program (row, head): merge the results of `attend_split` in the order of the splits. out [R,
-    NUM_HEADS * HEAD_DIM]; sinks [NUM_HEADS] float32 or None: scores of attention sinks."""
+    NUM_HEADS * HEAD_DIM]."""
     row, head = tl.program_id(0), tl.program_id(1)
     feature = tl.arange(0, DIM_PAD)
     is_feature = feature < HEAD_DIM
     largest = -float("inf")
     total = 0.0
-    if sinks_ptr is not None:
-        largest = tl.load(sinks_ptr + head) * LOG2_E
-        total = 1.0
     mixed = tl.zeros([DIM_PAD], tl.float32)
     for split in range(0, tl.cdiv(tl.load(lens_ptr + row), SPLIT)):
         at = (row * num_splits + split) * NUM_HEADS + head

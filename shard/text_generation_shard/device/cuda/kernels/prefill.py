@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.decode import LOG2_E, add_tile
 from text_generation_shard.device.cuda.kernels.float8 import from_cache
-from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
 @triton.jit(
@@ -17,12 +17,9 @@ def attend_prompts(
     tables_ptr,
     starts_ptr,
     lens_ptr,
-    slopes_ptr,
-    sinks_ptr,
     out_ptr,
     table_width,
     SCALE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -35,8 +32,8 @@ def attend_prompts(
     """Program (tile of queries, head, row). A row's queries are tokens starts[row] to starts[row +
     1] of the pass, the last of its lens[row] tokens. All their keys and values are in the cache.
 
-    heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys, values, tables, slopes and sinks: see
-    `decode`; starts [R + 1] and lens [R] int32; out [T, NUM_HEADS * HEAD_DIM].
+    heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys, values and tables: see `decode`; starts
+    [R + 1] and lens [R] int32; out [T, NUM_HEADS * HEAD_DIM].
     """
     head, row = tl.program_id(1), tl.program_id(2)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
@@ -54,14 +51,8 @@ def attend_prompts(
     at_query = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
     query = tl.load(heads_ptr + at_query[:, None] + feature[None, :], mask=is_query, other=0.0)
     position = length - count + offset
-    slope = 0.0
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + head) * LOG2_E
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    if sinks_ptr is not None:
-        largest = tl.zeros([QUERIES], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
-        total = tl.full([QUERIES], 1.0, tl.float32)
     mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     low = 0
     if WINDOW > 0:
@@ -79,9 +70,7 @@ def attend_prompts(
         )
         keys = from_cache(keys, query.dtype)
         products = tl.dot(query, keys, input_precision="ieee")
-        scores = scaled(products, SCALE, SOFT_CAP)
-        if slopes_ptr is not None:
-            scores += slope * (key[None, :] - position[:, None])
+        scores = products * SCALE * LOG2_E
         is_seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             is_seen &= key[None, :] > position[:, None] - WINDOW
