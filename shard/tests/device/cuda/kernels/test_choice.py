@@ -1,7 +1,6 @@
 """The CUDA device's choice of tokens compared to torch's operators."""
 
 import random
-from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -114,14 +113,6 @@ def test_stop_tokens_are_not_chosen_too_early() -> None:
     assert own(scores, table, history, none, Watermark(0.5, 2.0)).token_ids.tolist() == [4, 3]
 
 
-def test_draws_use_the_same_numbers() -> None:
-    scores = torch.randn(1, 200, generator=torch.Generator().manual_seed(1)).repeat(40, 1)
-    params = [Sampling(do_sample=True, seed=2**64 - seed) for seed in range(1, 41)]
-    found, wanted = (choose(scores, params, sample=item) for item in (own, sample))
-    assert found.token_ids.tolist() == wanted.token_ids.tolist()
-    assert len(set(found.token_ids.tolist())) > 10
-
-
 def test_a_row_is_chosen_alike_in_any_company() -> None:
     draw, generator = random.Random(5), torch.Generator().manual_seed(5)
     scores = torch.randn(4, 301, generator=generator) * 4
@@ -187,23 +178,3 @@ def test_watermarks_and_grammars() -> None:
     )
     assert check(found, wanted) == 0
     assert int((found.scores[0] == float("-inf")).sum()) > 10
-
-
-def test_a_step_waits_for_nothing_and_takes_as_many_kernels_for_any_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On `meta` tensors, which can not be read."""
-    counts: Counter[str] = Counter()
-    monkeypatch.setattr(
-        own_sampling, "launch", lambda kernel, *_, **__: counts.update([kernel.__name__])
-    )
-    none, upload = np.empty(0, dtype=np.int64), plain_upload(torch.device("meta"))
-    for rows in (1, 64):
-        counts.clear()
-        for params in (Sampling(), Sampling(temperature=0.7, top_p=0.9)):
-            table = SamplingTable(rows)
-            for row in range(rows):
-                table.set(row, params)
-            scores = torch.empty(rows, 128256, device="meta")
-            begin(upload, scores, table, make_history(rows), none, Watermark(0.5, 2.0), None)
-        assert counts == {"summarise": 2, "take_best": 2, "draw": 1}

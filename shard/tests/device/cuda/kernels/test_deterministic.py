@@ -3,25 +3,18 @@ attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.device.base import ALL, DeviceOptions, Matrix
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
-from text_generation_shard.device.forward import Attention, CacheShape
-from text_generation_shard.device.reference.linear import FloatMatrix
-from text_generation_shard.engine import warmup
-from text_generation_shard.engine.step import Costs
+from text_generation_shard.device.forward import CacheShape
 from torch import Tensor
 
 from shard.tests import interpreted
 from shard.tests.device.cuda.kernels.test_attention import check, on_place, put
 from shard.tests.device.test_attention import NO_ANGLES
-from shard.tests.driver import Driver, load_engine
 from shard.tests.interpreted import CAPABILITY, FLOAT8, PLACE
 
 pytestmark = [*interpreted.MARKS, pytest.mark.slow]
@@ -100,59 +93,3 @@ def test_a_program_is_the_same_in_every_pass(monkeypatch: pytest.MonkeyPatch) ->
         attention.forward(heads, 0, None, False, attention.plan(batch, NO_ANGLES))
         found.append(list(seen))
     assert found[0] == found[1] and len(found[0]) == 3
-
-
-class RowByRow(FloatMatrix):
-    """A product that does not depend on the number of rows."""
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.cat([super(RowByRow, self).__call__(row, bias) for row in hidden.split(1)])
-
-
-class DeterministicDevice(TritonDevice):
-    """A device with RowByRow products and deterministic attention."""
-
-    def matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        columns: slice = ALL,
-        part: int | None = None,
-    ) -> Matrix:
-        return RowByRow(weight.to(self.dtype))
-
-    def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> Attention:
-        shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
-        place = self.torch_device, self.capability
-        return TritonAttention(shape, *place, upload=self.upload, is_deterministic=True)
-
-
-def test_a_model_says_the_same_bit_for_bit(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt in one pass, in parts together with another request, and extended by its decoded
-    tokens."""
-    monkeypatch.setattr(warmup, "measure", lambda *_: Costs(1, 1, 1, 0))
-    device = DeterministicDevice(PLACE, torch.float32, DeviceOptions("float32", "float32"))
-    device.capability = CAPABILITY
-    limits = {"max_prefill_tokens": 16, "max_batch_size": 4, "max_total_tokens": 16}
-    driver = Driver(load_engine(tiny_model_path, device=device, **limits))
-    options = {"ignore_eos_token": True, "prefill_logprobs": True}
-    ids = list(range(40, 46))
-    driver.add([driver.request(0, ids, max_new_tokens=3, **options)])
-    driver.run()
-    driver.add([driver.request(1, [5], max_new_tokens=5, **options)])
-    part = replace(driver.request(2, ids, max_new_tokens=3, **options), chunk_len=3)
-    driver.add([part], driver.advance({}))
-    driver.step({2: 1})
-    driver.step({2: 2})
-    driver.run()
-    known = ids + driver.tokens[0][:2]
-    driver.add([driver.request(3, known, max_new_tokens=1, **options)])
-    driver.run()
-    assert driver.tokens[2] == driver.tokens[0] and driver.logprobs[2] == driver.logprobs[0]
-    assert driver.prefill_logprobs[2][1:] == driver.prefill_logprobs[0][1:]
-    assert driver.prefill_logprobs[3][1 : len(ids)] == driver.prefill_logprobs[0][1:]
-    assert driver.tokens[3] == driver.tokens[0][2:] and driver.logprobs[3] == driver.logprobs[0][2:]

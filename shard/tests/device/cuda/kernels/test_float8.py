@@ -1,8 +1,5 @@
 """The CUDA device's float8 cache, compared to torch's rounding."""
 
-import logging
-from pathlib import Path
-
 import pytest
 import torch
 from text_generation_shard.device import open_device
@@ -13,9 +10,6 @@ from text_generation_shard.device.cuda.device import check_cache_dtype
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Angles, CacheShape
-from text_generation_shard.device.reference.attention import KVCache
-from text_generation_shard.engine import warmup
-from text_generation_shard.engine.step import Costs
 from text_generation_shard.errors import ModelError
 from torch import Tensor
 
@@ -30,7 +24,6 @@ from shard.tests.device.cuda.kernels.test_attention import (
     rounded,
 )
 from shard.tests.device.test_attention import NO_ANGLES
-from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.interpreted import CAPABILITY, FLOAT8, HAS_GPU, PLACE
 
 pytestmark = [*interpreted.MARKS, pytest.mark.slow]
@@ -128,36 +121,6 @@ def test_prompts_by_the_attention_of_torch(
     if not HAS_GPU:
         monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
     check(HeadShape(4, 2, 80, 0.125), torch.bfloat16, [20] * 5, takes_flash=True, kept=kept)
-
-
-def test_a_model_says_what_it_says_by_the_reference(
-    tiny_model_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt in parts, compared to a cache of float32 numbers that 8 bits can hold."""
-    plain, found, nbytes = KVCache.store, [], []
-
-    def store(self: KVCache, layer: int, slot_index: Tensor, key_value: Tensor) -> None:
-        plain(self, layer, slot_index, rounded(key_value, torch.float8_e5m2).to(key_value.dtype))
-
-    monkeypatch.setattr(KVCache, "store", store)
-    monkeypatch.setattr(warmup, "measure", lambda *_: Costs(1, 1, 1, 0))
-    for device in (
-        reference_device(),
-        interpreted.device(torch.float32, kv_cache_dtype="fp8_e5m2"),
-    ):
-        limits = {"max_prefill_tokens": 8, "max_batch_size": 2, "max_total_tokens": 20}
-        with caplog.at_level(logging.INFO):
-            engine = load_engine(tiny_model_path, device=device, **limits)
-        (ledger,) = [line for line in caplog.messages if "KV cache" in line]
-        caplog.clear()
-        nbytes.append(float(ledger.split()[3]))
-        driver = Driver(engine)
-        options = {"prefill_logprobs": True, "max_new_tokens": 2, "ignore_eos_token": True}
-        driver.add([driver.request(0, range(40, 52), **options)])
-        driver.run()
-        found.append(torch.tensor(driver.prefill_logprobs[0][1:]))
-    assert nbytes[0] == pytest.approx(4 * nbytes[1], abs=0.002) and "in float8_e5m2" in ledger
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
