@@ -137,25 +137,16 @@ def _quota_in(folder: Path) -> list[float]:
 
 
 def processors_of(rank: int, num_ranks: int, cores: Sequence[Core]) -> set[int]:
-    """The processors of one rank; ranks share none. Empty: there are fewer processors than ranks.
+    """The processors of one rank, of cores in the order of NUMA nodes; ranks share none. Empty:
+    there are fewer processors than ranks.
 
-    All ranks get the same number of cores, because all wait for the slowest. If possible, a rank
-    gets whole NUMA nodes or a part of one node, and all hardware threads of its cores."""
-    nodes = sorted({core.node for core in cores})
-    if num_ranks <= len(nodes):
-        of_rank = nodes[rank * len(nodes) // num_ranks : (rank + 1) * len(nodes) // num_ranks]
-        return {number for core in cores if core.node in of_rank for number in core.processors}
-    if len(nodes) > 1 and num_ranks % len(nodes) == 0:
-        each = num_ranks // len(nodes)
-        own = [core for core in cores if core.node == nodes[rank // each]]
-        return processors_of(rank % each, each, own)
-    if len(cores) >= num_ranks:
-        each = len(cores) // num_ranks
-        ordered = sorted(cores, key=lambda core: (core.node, core.processors))
-        own = ordered[rank * each : (rank + 1) * each]
-        return {number for core in own for number in core.processors}
-    numbers = sorted(number for core in cores for number in core.processors)
-    return {numbers[rank]} if len(numbers) >= num_ranks else set()
+    All ranks get the same number of neighbouring cores, because all wait for the slowest, with all
+    hardware threads of each. If there are fewer cores than ranks, they get hardware threads."""
+    units = [core.processors for core in cores]
+    if len(units) < num_ranks:
+        units = sorted((number,) for core in cores for number in core.processors)
+    each = len(units) // num_ranks
+    return {number for unit in units[rank * each : (rank + 1) * each] for number in unit}
 
 
 def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
