@@ -4,11 +4,7 @@ import math
 
 import torch
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
-from text_generation_shard.device.reference.attention import (
-    MAX_GATHER_TOKENS,
-    TorchAttention,
-    group_by_length,
-)
+from text_generation_shard.device.reference.attention import TorchAttention
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -64,18 +60,6 @@ def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
     values = {name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__}
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     return ForwardBatch(**moved)
-
-
-def test_groups_hold_every_row_once_and_pad_little() -> None:
-    lens = [5000, 3, 40, 2500, 100, 41, 9000]
-    groups = group_by_length(lens)
-    assert sorted(row for group in groups for row in group) == list(range(len(lens)))
-    for group in groups:
-        held = [lens[row] for row in group]
-        assert max(held) <= 2 * min(held) + 64
-    assert group_by_length([7] * 50) == [list(range(50))]
-    large = MAX_GATHER_TOKENS // 3
-    assert [len(group) for group in group_by_length([large] * 7)] == [3, 3, 1]
 
 
 def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
