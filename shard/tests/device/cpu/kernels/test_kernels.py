@@ -12,7 +12,7 @@ from text_generation_shard.arrays import Ints
 from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise, tile
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.llvm import call
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
@@ -74,6 +74,13 @@ def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]
         assert torch.equal(product(hidden[first:last]), together[first:last])
 
 
+def test_tiles_of_two_sizes_have_no_common_name() -> None:
+    """See `tile.sized`."""
+    for make in (tile.tile, tile.paged_tile):
+        names = {make(rows, columns).__qualname__ for rows in (1, 8) for columns in (1, 3)}
+        assert len(names) == 4
+
+
 def test_rows_of_an_int8_weight() -> None:
     weight = torch.randn(50, 64)
     ids = torch.tensor([0, 17, 49, 17])
@@ -130,7 +137,7 @@ def test_compiled_code_is_given_no_array_with_gaps() -> None:
 def test_gated(dtype: torch.dtype, rows: int) -> None:
     weight = (torch.randn(160, 64) * 3).to(dtype)
     hidden = torch.randn(rows, 64).to(dtype)
-    product = linear.GatedWeight(weight)
+    product = linear.PackedWeight(weight, is_gated=True)
     gate, up = (hidden.double() @ weight.double().T).chunk(2, dim=-1)
     out = product(hidden)
     expected = F.silu(gate) * up

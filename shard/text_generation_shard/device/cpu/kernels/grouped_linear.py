@@ -49,10 +49,10 @@ from text_generation_shard.device.cpu.kernels.product import (
     store_rows,
 )
 from text_generation_shard.device.cpu.kernels.thread_pool import may_store
+from text_generation_shard.device.cpu.kernels.tile import sized
 from text_generation_shard.device.cpu.kernels.vector import (
     BFLOAT16,
     INT4,
-    INTERNAL,
     STEP_BYTES,
     aligned,
     inlined,
@@ -187,7 +187,6 @@ def _tile(rows: int) -> Any:
     With 12 rows, the conversion to bfloat16 is hidden behind the products.
     """
 
-    @njit(**INTERNAL)
     def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
         inputs, stride, input_sums, input_sums_stride = source
         totals = vector_code.no_sums(rows, 1)
@@ -214,7 +213,7 @@ def _tile(rows: int) -> Any:
             totals = vector_code.add_scaled(totals, scales, products)
         vector_code.store_sums(totals, sums, SUMS_BYTES)
 
-    return multiply_blocks
+    return sized(multiply_blocks, rows, 1)
 
 
 @inlined

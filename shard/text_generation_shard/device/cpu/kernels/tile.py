@@ -132,6 +132,15 @@ def _choose_unpack(
     return _LAYOUTS[kind].unpack
 
 
+def sized(function: Callable[..., None], rows: int, columns: int) -> Any:
+    """The compiled kernel of a tile of this size. Its name has the size: numba tells functions of
+    one name apart by a number that counts from 1 in each process, and code of several processes
+    comes together in the cache. There the tile of one size would be taken for that of another."""
+    function.__name__ += f"_{rows}_{columns}"
+    function.__qualname__ += f"_{rows}_{columns}"
+    return njit(**INTERNAL)(function)
+
+
 def tile(rows: int, columns: int) -> Any:
     """Create the kernel of a tile of this size, with rows * columns vectors of sums in registers.
 
@@ -140,7 +149,6 @@ def tile(rows: int, columns: int) -> Any:
     bytes. A kind with `fetching_rows` requires contiguous columns and tiles.
     """
 
-    @njit(**INTERNAL)
     def multiply_tile(
         kind: Any, starts: Any, inputs: int, stride: int, steps: int, sums: int, sums_stride: int
     ) -> None:
@@ -152,7 +160,7 @@ def tile(rows: int, columns: int) -> Any:
             totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
         vector_code.store_sums(totals, sums, sums_stride)
 
-    return multiply_tile
+    return sized(multiply_tile, rows, columns)
 
 
 class Pages(NamedTuple):
@@ -171,7 +179,6 @@ class Pages(NamedTuple):
 def paged_tile(rows: int, columns: int) -> Any:
     """`tile` for columns in pages; adds to the sums."""
 
-    @njit(**INTERNAL)
     def add_pages(
         kind: Any, pages: Pages, inputs: int, stride: int, sums: int, sums_stride: int
     ) -> None:
@@ -185,7 +192,7 @@ def paged_tile(rows: int, columns: int) -> Any:
                 totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
         vector_code.store_sums(totals, sums, sums_stride)
 
-    return add_pages
+    return sized(add_pages, rows, columns)
 
 
 @inlined
