@@ -74,6 +74,7 @@ def test_of_this_processor_it_is_known_what_torch_knows() -> None:
     assert processor.has_bfloat16_products() == torch.cpu._is_avx512_bf16_supported()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("told", "present", "absent"),
     [
@@ -99,6 +100,7 @@ def test_the_code_is_of_its_kind(
             assert 'target triple = "aarch64' in language and "llvm.x86" not in language
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("told", TESTED, ids=lambda told: told.name)
 def test_kernels_compute_the_same_as_on(told: Processor, work: Work) -> None:
     if not told.is_like_this_one:

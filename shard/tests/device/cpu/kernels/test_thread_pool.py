@@ -111,7 +111,9 @@ def _go(
         assert not comer.is_alive()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))]
+)
 @pytest.mark.slow
 def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
     """For any number of threads, with pauses anywhere, on a reused board. Phases without items are
