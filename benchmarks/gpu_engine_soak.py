@@ -16,7 +16,7 @@ from gpu_caller import Caller
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_engine_tokens import SAMPLINGS
 from gpu_timing import Bench, Figures
-from text_generation_shard.engine import engine as engine_module
+from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, WarmupLimits
 from text_generation_shard.engine.warmup import warm_up
@@ -80,7 +80,7 @@ def ledger_lines() -> Iterator[Mapping[str, float]]:
             if line := _LEDGER_LINE.match(record.getMessage()):
                 found[line[1]] = float(line[2])
 
-    logger, reader = engine_module.logger, Reader()
+    logger, reader = warmup.logger, Reader()
     level = logger.level
     logger.addHandler(reader)
     logger.setLevel(logging.INFO)

@@ -216,8 +216,7 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
     device: Any = model._device
     device.stream = stream = Fetched()
     engine = Engine(device, model, 0, Watermark(0.5, 2.0))
-    engine._max_prefill_tokens = 4096
-    engine._use_table(16, 4096, 4000)
+    engine.use_table(16, max_total_tokens=4096, num_blocks=4000, max_prefill_tokens=4096)
     # A mask for each row, not made by a grammar.
     vocab_size, choose_by = model.config.vocab_size, Plan.choose_by
 

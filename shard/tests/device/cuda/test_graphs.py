@@ -62,7 +62,7 @@ def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[StepOutput]
 
 def values_of(outputs: list[StepOutput]) -> Any:
     return [
-        (item.token_ids, [round(value, 4) for value in item.logprobs], item.top_token_ids)
+        (item.token_ids, [round(value, 3) for value in item.logprobs], item.top_token_ids)
         for item in outputs
     ]
 

@@ -143,7 +143,7 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
     builder = BatchBuilder(table, plain_upload(torch.device("cpu")), None)
     model: Any = None
     watermark, stopping = Watermark(0.5, 2.0), threading.Event()
-    fixed = Fixed(model, table, builder, np.array([0]), watermark, True, stopping)
+    fixed = Fixed(model, table, builder, np.array([0]), watermark, True, stopping, None)
     plan = Plan(fixed, [verified_tokens(rows, none, np.array([2, 0]))], [], [], None)
     logprobs = np.full(4, -1.0, np.float32)
     logprobs[bad] = np.nan
