@@ -1,67 +1,72 @@
 """Messages have their turns in the order of their numbers, in any order of arrival."""
 
-import asyncio
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import pytest
 from text_generation_shard.errors import BatchError
-from text_generation_shard.messages import NumberedMessages
+from text_generation_shard.messages import MessageOrder, Turn
 
 
-class Ranks:
-    """Carries out at once, and notes which messages did not come."""
-
-    def __init__(self) -> None:
-        self.skipped: list[int] = []
-
-    def carry_out(self, number: int, work: Any, is_ahead: bool) -> Any:
-        return work()
-
-    def skip(self, first: int, end: int) -> None:
-        self.skipped += range(first, end)
+def arrive(order: MessageOrder, number: int, may_skip: bool = False) -> list[Turn]:
+    """Take a message that needs no preparation; the turns after it."""
+    order.take(number, may_skip)
+    order.set_ready(number)
+    return turns(order)
 
 
-class Line(NumberedMessages):
-    """Owns which messages had their turn."""
-
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self.done: list[int] = []
-        self.ranks: Any = Ranks()
-        super().__init__(thread, self.ranks, lambda: None, lambda _: None)
-
-    def arrive(self, number: int, may_skip: bool = False) -> "asyncio.Future[None]":
-        """Take a message that needs no preparation."""
-        self.take(number, may_skip)
-        return self.run(number, lambda: self.done.append(number))
+def turns(order: MessageOrder) -> list[Turn]:
+    found = []
+    while (turn := order.due()) is not None:
+        found.append(turn)
+    return found
 
 
-@pytest.fixture
-def line() -> Iterator[Line]:
-    with ThreadPoolExecutor(1) as thread:
-        yield Line(thread)
+def after(last: int) -> MessageOrder:
+    """An order after this turn."""
+    order = MessageOrder()
+    assert arrive(order, last, may_skip=True)[-1].number == last
+    return order
 
 
-async def test_a_message_waits_for_those_before_it(line: Line) -> None:
-    line.take(1)
-    late = [line.arrive(3), line.arrive(2)]
-    assert not line.done
-    await line.run(1, lambda: None)
-    await asyncio.gather(*late)
-    assert line.done == [2, 3] and not line.ranks.skipped
+def test_what_comes_too_early_waits() -> None:
+    order = after(4)
+    assert arrive(order, 7) == [] and arrive(order, 6) == []
+    assert order.missing(6) == order.missing(7) == 5
+    assert [turn.number for turn in arrive(order, 5)] == [5, 6, 7]
+    assert order.last == 7 and order.missing(7) == 0
 
 
-async def test_a_message_that_may_skip_is_carried_out_without_those_that_are_missing(
-    line: Line,
-) -> None:
-    await line.arrive(41, may_skip=True)
-    waits = line.arrive(43)
-    await line.arrive(45, may_skip=True)
-    with pytest.raises(BatchError, match="message 43 came, but not message 42 before it"):
-        await waits
-    assert line.done == [41, 45] and line.ranks.skipped == [*range(1, 41), 42, 44]
-    for number in (42, 45):
-        with pytest.raises(BatchError, match=f"message {number} came again or too late"):
-            line.take(number)
-    await line.arrive(46)
+def test_a_place_is_kept_for_what_is_prepared() -> None:
+    order = after(4)
+    order.take(5, may_skip=False)
+    assert arrive(order, 6) == [] and order.missing(6) == 0
+    # Nothing is missing: not even what may skip goes first.
+    assert arrive(order, 7, may_skip=True) == []
+    order.set_ready(5)
+    assert turns(order) == [Turn(5), Turn(6), Turn(7, 0, True)]
+
+
+@pytest.mark.parametrize("number", [3, 4, 6])
+def test_a_number_has_one_turn(number: int) -> None:
+    order = after(4)
+    order.take(6, may_skip=False)
+    with pytest.raises(BatchError, match=f"message {number} came again or too late: message 6"):
+        order.take(number, may_skip=True)
+    assert [turn.number for turn in arrive(order, 5)] == [5]
+
+
+def test_what_may_skip_does_not_wait_for_what_is_missing() -> None:
+    order = MessageOrder()
+    assert arrive(order, 41, may_skip=True) == [Turn(41, 1, True)]
+    assert arrive(order, 43) == []
+    # What waited has its turn before it, and knows what it lacks.
+    assert arrive(order, 45, may_skip=True) == [Turn(43, 42), Turn(45, 44, True)]
+    with pytest.raises(BatchError, match="too late"):
+        order.take(42, may_skip=False)
+    assert arrive(order, 46) == [Turn(46)]
+
+
+def test_what_is_late_has_its_turn_without_what_is_missing() -> None:
+    order = after(4)
+    assert arrive(order, 7) == [] and arrive(order, 6) == []
+    order.set_late(6)
+    assert turns(order) == [Turn(6, 5), Turn(7)]
+    assert order.last == 7

@@ -5,12 +5,87 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from text_generation_shard.engine.ranks import Ranks
 from text_generation_shard.errors import BatchError, OwnError, RankError
 
+
+class Turn(NamedTuple):
+    """A message whose turn it is."""
+
+    number: int
+    # The first missing message before it, which is no longer awaited; 0: none is missing.
+    missing: int = 0
+    # It does not need the missing messages.
+    may_skip: bool = False
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A message that has not had its turn."""
+
+    may_skip: bool
+    is_ready: bool = False
+    # Missing messages before it are no longer awaited.
+    is_late: bool = False
+
+
+class MessageOrder:
+    """Owns which messages arrived, and which had their turn. It only decides.
+
+    Turns follow the numbers, each number once. A message waits for those before it, until a
+    message that may skip them has arrived, or one is late.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The number of the last message that had its turn."""
+        self._taken: dict[int, _Taken] = {}
+
+    def take(self, number: int, may_skip: bool) -> None:
+        """Register a message that arrived; BatchError if its number is too low or a duplicate.
+        `may_skip`: it needs no earlier message."""
+        if number <= self.last or number in self._taken:
+            newest = max(self._taken, default=self.last)
+            raise BatchError(
+                f"message {number} came again or too late: message {newest} was taken already; "
+                "messages to several shards have consecutive numbers"
+            )
+        self._taken[number] = _Taken(may_skip)
+
+    def set_ready(self, number: int) -> None:
+        """The message is prepared and can have its turn."""
+        self._taken[number].is_ready = True
+
+    def missing(self, number: int) -> int:
+        """The first message before this one that has not arrived; 0: none is missing, or this one
+        had its turn."""
+        if number in self._taken:
+            for other in range(self.last + 1, number):
+                if other not in self._taken:
+                    return other
+        return 0
+
+    def set_late(self, number: int) -> None:
+        """Stop waiting for the messages missing before it."""
+        self._taken[number].is_late = True
+
+    def due(self) -> Turn | None:
+        """Give the next message its turn; None: it must wait."""
+        number = min(self._taken, default=0)
+        if not number or not self._taken[number].is_ready:
+            return None
+        is_gap = number > self.last + 1
+        if is_gap and not any(item.may_skip or item.is_late for item in self._taken.values()):
+            return None
+        missing = self.last + 1 if is_gap else 0
+        self.last = number
+        return Turn(number, missing, self._taken.pop(number).may_skip)
+
+
 _T = TypeVar("_T")
+_Work = Callable[[], Any]
 
 
 def _nothing() -> None:
@@ -50,40 +125,39 @@ class Messages:
 
 
 @dataclass(slots=True)
-class _Message:
-    """A message that has not had its turn."""
+class _Waiting:
+    """A message that was taken."""
 
     answer: "asyncio.Future[Any]"
-    # It needs none of the messages before it.
-    may_skip: bool
-    # None: it is not prepared yet.
-    work: Callable[[], Any] | None = None
+    # Fires when an earlier message has been missing for too long.
+    timer: asyncio.TimerHandle | None = None
+    work: _Work = _nothing
     is_ahead: bool = False
     undo: Callable[[], None] = _nothing
 
 
 class NumberedMessages(Messages):
-    """Messages to one of several ranks. Owns which of them have had their turn.
+    """Messages to one of several ranks, in the order of their numbers.
 
-    Turns follow the numbers, each number once. A message waits for those before it, until one that
-    may skip them has arrived. Each message that was taken is carried out, even if its call was
-    cancelled: the other ranks carry it out, too.
+    Each message that was taken is carried out, even if its call was cancelled: the other ranks
+    carry it out, too.
     """
 
     def __init__(
         self,
         device_thread: ThreadPoolExecutor,
         ranks: Ranks,
+        deadline_s: float,
         on_gap: Callable[[], None],
         on_final: Callable[[RankError], None],
     ) -> None:
-        """`on_gap` is called in the device thread when messages are skipped, `on_final` in the
-        event loop when another rank is lost."""
+        """A missing message is awaited for `deadline_s`. `on_gap` is called in the device thread
+        when messages are skipped, `on_final` in the event loop when another rank is lost."""
         super().__init__(device_thread)
-        self._ranks, self._on_gap, self._on_final = ranks, on_gap, on_final
-        self._waiting: dict[int, _Message] = {}
-        # The number of the last message that had its turn.
-        self._last = 0
+        self._ranks, self._deadline_s = ranks, deadline_s
+        self._on_gap, self._on_final = on_gap, on_final
+        self._order = MessageOrder()
+        self._waiting: dict[int, _Waiting] = {}
 
     def take(self, number: int, may_skip: bool = False) -> None:
         """See Messages."""
@@ -92,15 +166,12 @@ class NumberedMessages(Messages):
                 "a message without a number came to one of several shards, which take messages in "
                 "the order of their numbers; let the router of the same version send it"
             )
-        if number <= self._last or number in self._waiting:
-            newest = max(self._waiting, default=self._last)
-            raise BatchError(
-                f"message {number} came again or too late: message {newest} was taken already; "
-                "messages to several shards have consecutive numbers"
-            )
+        self._order.take(number, may_skip)
         self.last_number = max(self.last_number, number)
-        answer = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Message(answer, may_skip)
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting[number] = _Waiting(loop.create_future())
+        if self._order.missing(number) and not may_skip:
+            waiting.timer = loop.call_later(self._deadline_s, self._expire, number)
 
     def abandon(self, number: int, error: BaseException) -> None:
         """See Messages."""
@@ -119,45 +190,47 @@ class NumberedMessages(Messages):
         undo: Callable[[], None] = _nothing,
     ) -> "asyncio.Future[_T]":
         """See Messages."""
-        message = self._waiting[number]
-        message.work, message.is_ahead, message.undo = work, is_ahead, undo
+        waiting = self._waiting[number]
+        waiting.work, waiting.is_ahead, waiting.undo = work, is_ahead, undo
+        self._order.set_ready(number)
         self._begin_due()
-        return message.answer
+        return waiting.answer
 
     def close(self) -> None:
         """See Messages."""
-        for message in self._waiting.values():
-            message.answer.cancel()
+        for waiting in self._waiting.values():
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+            waiting.answer.cancel()
         self._waiting.clear()
+
+    def _expire(self, number: int) -> None:
+        if self._order.missing(number):
+            self._order.set_late(number)
+            self._begin_due()
 
     def _begin_due(self) -> None:
         """Submit the messages whose turn it is; the device thread keeps their order."""
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            number, first = min(self._waiting), self._last + 1
-            message = self._waiting[number]
-            may_skip = any(other.may_skip for other in self._waiting.values())
-            if message.work is None or (number > first and not may_skip):
-                return
-            del self._waiting[number]
-            self._last = number
-            work = partial(self._carry_out, first, number, message)
-            done = loop.run_in_executor(self.device_thread, work)
-            done.add_done_callback(partial(self._settle, message.answer))
+        while (turn := self._order.due()) is not None:
+            waiting = self._waiting.pop(turn.number)
+            if waiting.timer is not None:
+                waiting.timer.cancel()
+            done = loop.run_in_executor(self.device_thread, self._carry_out, turn, waiting)
+            done.add_done_callback(partial(self._settle, waiting.answer))
 
-    def _carry_out(self, first: int, number: int, message: _Message) -> Any:
-        """In the device thread. Messages [first, number) did not come."""
-        work = message.work
-        assert work is not None, "a message is prepared before its turn"
-        if first < number:
-            self._ranks.skip(first, number)
+    def _carry_out(self, turn: Turn, waiting: _Waiting) -> Any:
+        """In the device thread."""
+        work = waiting.work
+        if turn.missing:
+            self._ranks.skip(turn.missing, turn.number)
             self._on_gap()
-            if not message.may_skip:
-                work = partial(_refuse, first, number)
+            if not turn.may_skip:
+                work = partial(_refuse, turn, self._deadline_s)
         try:
-            return self._ranks.carry_out(number, work, message.is_ahead)
+            return self._ranks.carry_out(turn.number, work, waiting.is_ahead)
         except BaseException:
-            message.undo()
+            waiting.undo()
             raise
 
     def _settle(self, answer: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
@@ -174,8 +247,8 @@ class NumberedMessages(Messages):
             answer.set_result(done.result())
 
 
-def _refuse(missing: int, number: int) -> None:
+def _refuse(turn: Turn, deadline_s: float) -> None:
     raise OwnError(
-        f"message {number} came, but not message {missing} before it: this shard does not know "
-        "what the other shards have computed"
+        f"message {turn.number} came, but message {turn.missing} before it did not come within "
+        f"{deadline_s:g} s: this shard does not know what the other shards have computed"
     )

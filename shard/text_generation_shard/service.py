@@ -151,7 +151,8 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         if engine.world.size > 1:
             assert on_final is not None, "several ranks need on_final"
             self._messages = NumberedMessages(
-                device_thread, Ranks(engine.world), partial(self._batch.clear, None), on_final
+                *(device_thread, Ranks(engine.world), config.starting_deadline_s),
+                *(partial(self._batch.clear, None), on_final),
             )
         # Rank 0 follows the grammars and broadcasts the tokens it chose.
         self._follows_grammars = engine.world.rank == 0

@@ -336,6 +336,11 @@ async def test_a_message_that_is_lost_is_named_and_skipped(shards: Shards) -> No
         await waits
     assert not given_up.value.is_final and second._batch.id is None
     await first.ClearCache(clear, None)
+    await shards.clear()
+    number = shards.next()
+    late = shards.decode(1)
+    with pytest.raises(BatchError, match=rf"message {number} before it did not come within 1 s"):
+        await anext(second.Decode(_stream([late]), None))
     assert not shards.final
 
 
