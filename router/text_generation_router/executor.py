@@ -3,10 +3,10 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from text_generation_router.errors import OverloadedError
 
@@ -26,20 +26,24 @@ class Executor:
     def __init__(self, name: str, num_threads: int, most_waiting: int | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._most = math.inf if most_waiting is None else num_threads + most_waiting
-        self._num_calls = 0
+        # A running one stays until its thread is free; only sets may change in two threads.
+        self._calls: set[Future[Any]] = set()
 
     async def run(
         self, work: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
     ) -> Made:
         """Returns or raises what `work` does. Raises OverloadedError if too many calls wait."""
-        if self._num_calls >= self._most:
+        if len(self._calls) >= self._most:
             raise OverloadedError(_RETRY_AFTER_S)
-        self._num_calls += 1
+        # The pool keeps cancelled work until its turn, but not what it would work on.
+        waiting = [partial(work, *args, **kwargs)]
+        call = self._threads.submit(lambda: waiting.pop()())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            call = partial(work, *args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await asyncio.wrap_future(call)
         finally:
-            self._num_calls -= 1
+            waiting.clear()
 
     def close(self) -> None:
         """Ends each thread after its present work."""

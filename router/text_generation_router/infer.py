@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from text_generation_router.callers import ANYBODY, Caller, Permits
 from text_generation_router.errors import (
-    DeadlineError,
     GenerationError,
     IncompleteGenerationError,
     KeyLimitError,
@@ -172,8 +171,12 @@ class Infer:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             deadline = self._options.deadline
-            is_late = deadline is not None and deadline.is_over
-            self._count(generations, DeadlineError.metric_label if is_late else "dropped")
+            if deadline is None or not deadline.is_over:
+                self._count(generations, "dropped")
+                raise
+            late = deadline.error()
+            _log_failure(late)
+            self._count(generations, late.metric_label, late.error_type)
             raise
         self._count(generations, "dropped")
 
