@@ -87,9 +87,8 @@ def names() -> set[str]:
     commands = commands_of(build_parser())
     actions = [a for parser in (create_parser(), *commands.values()) for a in parser._actions]
     flags = {option.name for option in OPTIONS} | {action.dest for action in actions}
-    # A world of 1 is no default, but one shard alone. TGI's launcher and router have two ratios.
-    exceptions = {"world_size", "waiting_served_ratio"}
-    return {normal(name) for name in flags | TABLE.keys()} - exceptions
+    # A world of 1 is no default, but one shard alone.
+    return {normal(name) for name in flags | TABLE.keys()} - {"world_size"}
 
 
 @pytest.fixture(scope="module")

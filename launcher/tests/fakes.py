@@ -42,7 +42,7 @@ class FakeChild:
     def __init__(self, world: "World", command: Command) -> None:
         self.world, self.command, self.name = world, command, command.name
         self.returncode: int | None = None
-        self.is_stopped = self.is_stubborn = False
+        self.is_stopped = self.is_stubborn = self.is_failing = False
         self.answer: Any = None
         self.last_message = ""
         self.words: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from text_generation_launcher import failures
-from text_generation_launcher.failures import CAUSE_S, diagnose, grouped
+from text_generation_launcher.failures import CAUSE_S, FAILING_S, diagnose, grouped
 
 from launcher.tests.fakes import FakeLog
 
@@ -25,6 +25,8 @@ def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
         def __init__(self, rank: int) -> None:
             self.name = "the router" if rank == ROUTER else f"shard {rank}"
             self._code, self._after_s = ends.get(rank, (0, 1e9))
+            # It has logged its error, and takes longer to end.
+            self.is_failing = CAUSE_S < self._after_s < 1e9
             self.last_words = lambda: (self.name,)
             self.drain = lambda: None
 
@@ -58,6 +60,7 @@ def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
         ([(0, 3, 0), (1, 0, 0.2), (ROUTER, 1, 0)], "shard 1"),
         ([(ROUTER, 1, 0), (2, 3, 0.4)], "shard 2"),
         ([(ROUTER, 1, 0)], "the router"),
+        ([(ROUTER, 1, 0), (0, 1, FAILING_S - 1)], "shard 0"),
         # Of one kind: the earliest, then the lowest rank.
         ([(0, 1, 0.1), (1, 1, 0)], "shard 1"),
         ([(2, 1, 0), (1, 1, 0)], "shard 1"),
@@ -84,6 +87,11 @@ def test_what_may_be_a_consequence_waits_for_its_cause(rank, code, num_shards, w
     sentence, _, waited_s = told_of([(rank, code, 0)], monkeypatch, num_shards)
     assert waited_s == pytest.approx(CAUSE_S if waits else 0)
     assert "because another shard" not in sentence
+
+
+def test_a_shard_that_hangs_after_its_error_is_not_waited_for_without_end(monkeypatch):
+    sentence, _, waited_s = told_of([(ROUTER, 1, 0), (0, 1, 100)], monkeypatch)
+    assert sentence.startswith("the router ") and waited_s == pytest.approx(FAILING_S)
 
 
 def test_the_sentence_names_the_rank_and_how_it_ended(monkeypatch):

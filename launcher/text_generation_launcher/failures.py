@@ -11,6 +11,8 @@ GAVE_UP = 3
 """The exit code of a shard that ends because another shard failed."""
 CAUSE_S = 0.5
 """How long after the end of one child the end of another, which caused it, may be noticed."""
+FAILING_S = 5.0
+"""The same where the other has logged its error and only has to end, as torch takes its time."""
 POLL_S = 0.02
 
 
@@ -80,13 +82,14 @@ def diagnose(
 
     ended: list[ManagedProcess] = []
     """In the order in which they were noticed; of those noticed at once by rank."""
-    deadline = time.monotonic() + CAUSE_S
+    began = time.monotonic()
     while True:
         children = (*shards, *([router] if router else []))
         ended += [child for child in children if child not in ended and not child.is_alive]
         first = min(ended, key=order)
         may_follow = first is router or (len(shards) > 1 and order(first) > 0)
-        remaining_s = deadline - time.monotonic()
+        most_s = FAILING_S if any(s.is_alive and s.is_failing for s in shards) else CAUSE_S
+        remaining_s = began + most_s - time.monotonic()
         if all(not shard.is_alive for shard in shards) or remaining_s <= 0 or not may_follow:
             break
         wait(min(remaining_s, POLL_S))

@@ -159,6 +159,12 @@ class ManagedProcess:
             return False  # it has ended
         return state in ("T", "t")
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether an error is its last line, and it has not started: it is about to end."""
+        with self._lock:
+            return self._held is not None
+
     def last_words(self) -> tuple[str, ...]:
         """The ERROR lines at its end in order, if there are any; else its last RECENT_LINES lines.
 

@@ -5,6 +5,8 @@ HOSTNAME = "0.0.0.0"
 PORT = 3000
 TERMINATION_TIMEOUT_S = 90.0
 """--graceful-termination-timeout."""
+LAUNCHER_WAITING_SERVED_RATIO = 0.3
+"""The launcher passes it to the router, whose own default differs. Both are TGI's."""
 LOGGER_LEVEL = "INFO"
 ROUTER_SERVICE_NAME = "text-generation-inference.router"
 SHARD_SERVICE_NAME = "text-generation-inference.server"

@@ -265,7 +265,7 @@ LIMITS = (
         "ratio of waiting to running requests above which waiting ones are admitted; without "
         "prefill chunking only",
         not_negative,
-        default="0.3",  # the router's own differs; both are TGI's
+        default=str(defaults.LAUNCHER_WAITING_SERVED_RATIO),
     ),
     router_option("max-batch-prefill-tokens", "maximum prompt tokens in one step", whole(1)),
     router_option(

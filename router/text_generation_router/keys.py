@@ -22,13 +22,14 @@ class KeyFileError(ValueError):
     """The key file can not be used; one sentence."""
 
 
-def _read(path: str) -> bytes:
-    """The content of a key file. Raises KeyFileError."""
+def _read(path: str) -> tuple[bytes, bool]:
+    """The content of a key file, and whether all users can read it. Raises KeyFileError."""
     try:
         # Without waiting, should it be a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            is_plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            mode = os.fstat(descriptor).st_mode
+            is_plain = stat.S_ISREG(mode)
             content = file.read(MAX_FILE_BYTES + 1) if is_plain else b""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -42,7 +43,7 @@ def _read(path: str) -> bytes:
             f"--api-key-file {path} holds no key: write one per line; "
             "empty lines and lines that begin with # do not count"
         )
-    return content
+    return content, bool(mode & stat.S_IROTH)
 
 
 def _bad_file(path: str, why: str) -> KeyFileError:
@@ -77,9 +78,7 @@ class Keys:
         if path is None:
             self._replace(self._given)
         else:
-            self._take(_read(path))
-            if os.stat(path).st_mode & stat.S_IROTH:
-                logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
+            self._take(path, *_read(path))
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Keys":
@@ -105,7 +104,7 @@ class Keys:
 
     def _read_again(self, path: str) -> None:
         try:
-            content = _read(path)
+            content, is_open_to_all = _read(path)
         except KeyFileError as error:
             if self._complaint != str(error):
                 self._complaint = str(error)
@@ -113,10 +112,12 @@ class Keys:
             return
         self._complaint = ""
         if self._digest(content) != self._content:
-            self._take(content)
+            self._take(path, content, is_open_to_all)
             logger.info("--api-key-file %s was read again: %d keys", path, len(self._callers))
 
-    def _take(self, content: bytes) -> None:
+    def _take(self, path: str, content: bytes, is_open_to_all: bool) -> None:
+        if is_open_to_all:
+            logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
         self._content = self._digest(content)
         self._replace([*self._given, *_keys_in(content)])
 

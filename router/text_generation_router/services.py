@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from text_generation_process.defaults import WARMUP_ROWS
+from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARMUP_ROWS
 
 from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
@@ -172,6 +172,7 @@ def assemble(
     """The services for shards that are warm."""
     limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
+    _warn_of_no_effect(config)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
     num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
@@ -298,6 +299,19 @@ def _scheduler_limits(
         ),
         target_ns=None if target_ms is None else target_ms * 1e6,
     )
+
+
+def _warn_of_no_effect(config: RouterConfig) -> None:
+    """Logs which of the given flags have no effect."""
+    defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
+    ratios = (defaults.waiting_served_ratio, LAUNCHER_WAITING_SERVED_RATIO)
+    is_ratio_chosen = config.waiting_served_ratio not in ratios
+    is_patience_chosen = config.max_waiting_tokens != defaults.max_waiting_tokens
+    if not config.disable_prefill_chunking and (is_ratio_chosen or is_patience_chosen):
+        logger.warning(
+            "--waiting-served-ratio and --max-waiting-tokens have no effect with prefill chunking, "
+            "which pauses no request; turn it off with --disable-prefill-chunking"
+        )
 
 
 def _warn_of_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:

@@ -138,7 +138,13 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = range(40 * number, 40 * number + 33)
         table.take(
             NewRequest(
-                *(number, range(520), 520, 0, blocks, Sampling(), 1),
+                id=number,
+                input_ids=range(520),
+                num_prompt_tokens=520,
+                num_cached_tokens=0,
+                block_table=blocks,
+                sampling=Sampling(),
+                max_new_tokens=1,
                 pooling=pooling,
                 score_token_ids=(5, 7),
             )

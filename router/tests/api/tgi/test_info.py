@@ -63,6 +63,24 @@ async def test_info_shows_them(tmp_path: Path) -> None:
     assert shown == features(server.services)
 
 
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({}, False),
+        # What the launcher passes on when nobody has chosen.
+        ({"waiting_served_ratio": 0.3}, False),
+        ({"waiting_served_ratio": 2.0}, True),
+        ({"max_waiting_tokens": 3}, True),
+        ({"max_waiting_tokens": 3, "disable_prefill_chunking": True}, False),
+    ],
+)
+def test_settings_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
+) -> None:
+    assemble_scripted(tmp_path, **options)
+    assert ("have no effect with prefill chunking" in caplog.text) is is_warned
+
+
 def test_costs_of_steps_are_those_of_the_warmup(tmp_path: Path) -> None:
     services = assemble_scripted(tmp_path)
     costs = assemble(
