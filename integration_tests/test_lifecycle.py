@@ -54,9 +54,9 @@ def test_launcher_is_killed(launch: Launch, tiny_model_path: Path) -> None:
 def test_a_running_stream_is_finished(launch: Launch, tiny_model_path: Path) -> None:
     handle = ready(launch, tiny_model_path)
     with ThreadPoolExecutor() as pool:
-        stream = pool.submit(handle.stream, PROMPT, **LONG)
-        wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
         with stopped(handle.child("text-generation-server")):  # so that it goes on running
+            stream = pool.submit(handle.stream, PROMPT, **LONG)
+            wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
             handle.process.send_signal(signal.SIGTERM)
             wait_until(lambda: "running requests" in handle.log, 10, "it is to stop")
             body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
