@@ -87,15 +87,6 @@ def test_every_number_of_rows_is_multiplied_by_the_same_weight(
         assert (out.float() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("form", [Int8Matrix, Int4Matrix])
-def test_a_few_rows_do_not_depend_on_each_other(form: type[Int8Matrix | Int4Matrix]) -> None:
-    matrix = form(weight_of(144, 96), torch.bfloat16)
-    hidden = inputs_of(8, 96, torch.bfloat16)
-    alone = torch.cat([matrix(row[None]) for row in hidden])
-    for rows in range(1, 9):
-        assert torch.equal(matrix(hidden[:rows]), alone[:rows])
-
-
 def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = inputs_of(130, 64, torch.bfloat16)
     for form in (Int8Matrix, Int4Matrix):

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
-from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
+from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable, GatedMatrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
@@ -52,7 +53,7 @@ def open_device(options: base.DeviceOptions) -> base.Device:
         )
         logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
         if torchs < ours:
-            return CpuDevice(dtype, options)
+            device.take_products_of_torch()
     return device
 
 
@@ -94,14 +95,8 @@ class CpuDevice(TorchDevice):
                 "model"
             )
 
-    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device. Falls back from int4 to int8, and from int8 to float."""
-        obstacle, weight = "", torch.empty(shape, device="meta")
-        for form in linear.forms_of(quantize, self.int8, self.int4):
-            if not (found := form.obstacle_of(weight)):
-                return base.Form(form.kind, obstacle)
-            obstacle = obstacle or found
-        return base.Form(None, obstacle)
+    def _forms_of(self, quantize: str | None) -> tuple[Any, ...]:
+        return linear.forms_of(quantize, self.int8, self.int4)
 
     def matrix(
         self,
@@ -110,17 +105,18 @@ class CpuDevice(TorchDevice):
         columns: slice = base.ALL,
         part: int | None = None,
     ) -> base.Matrix:
-        """See Device; `part` is ignored."""
+        """See Device."""
         rows = weight[:, columns]
         kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        parts: dict[str, Any] = {"part": part} if part is not None and self.sums_in_parts else {}
         if kind is None:
-            return self._float_matrix(rows.to(self.dtype).contiguous(), obstacle)
+            return self._float_matrix(rows.to(self.dtype).contiguous(), obstacle, **parts)
         if kind == "int4":
-            return self.int4(rows.contiguous(), self.dtype, obstacle)
-        return self.int8(weight, self.dtype, obstacle, columns=columns)
+            return self.int4(rows.contiguous(), self.dtype, obstacle, **parts)
+        return self.int8(weight, self.dtype, obstacle, columns=columns, **parts)
 
     def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
-        return linear.float_matrix(weight, obstacle)
+        return FloatMatrix(weight, obstacle)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
         """See Device. Always int8 if quantized: int4 is less exact, and with a tied head its error
@@ -162,6 +158,7 @@ class KernelDevice(CpuDevice):
     """The CPU with our kernels."""
 
     is_deterministic = True
+    _float_form: Callable[..., base.Matrix] = linear.PackedFloatMatrix
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         # Our int8 and int4 products need bfloat16 rows and wide vectors.
@@ -171,29 +168,16 @@ class KernelDevice(CpuDevice):
             self.is_deterministic = False
         super().__init__(dtype, options)
         has_ranks = options.world_size > 1
-        wanted = Wanted(dtype, options.quantize, options.deterministic or has_ranks, has_ranks)
+        wanted = Wanted(dtype, options.quantize, has_ranks)
         prepare(wanted, torch.get_num_threads(), host.free_bytes())
         # A pass does not wait for a thread that lost its core.
         self.spares_core = num_cores(self._num_ranks) > 1
         self.sums_in_parts = options.deterministic
 
-    def matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        columns: slice = base.ALL,
-        part: int | None = None,
-    ) -> base.Matrix:
-        """See Device."""
-        if part is None or not self.sums_in_parts:
-            return super().matrix(weight, quantize, columns)
-        rows = weight[:, columns]
-        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
-        if kind == "int8":
-            return linear.PackedInt8Matrix(weight, self.dtype, obstacle, columns=columns, part=part)
-        if kind == "int4":
-            return linear.PackedInt4Matrix(rows.contiguous(), self.dtype, obstacle, part=part)
-        return linear.PackedFloatMatrix(rows.to(self.dtype).contiguous(), obstacle, part=part)
+    def take_products_of_torch(self) -> None:
+        """Float products by torch from now on. Their sums depend on the number of rows."""
+        self._float_form, self.is_deterministic = linear.OneDnnMatrix, False
+        self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
 
     def gated_matrix(
         self,
@@ -205,15 +189,15 @@ class KernelDevice(CpuDevice):
         """See Device. The kernels support only silu without a bias."""
         if activation is not base.Activation.SILU or has_bias or weight.shape[0] % 32:
             return GatedMatrix(self.matrix(weight, quantize), activation)
-        if quantize is None:
+        if quantize is None and self._float_form is linear.PackedFloatMatrix:
             return linear.PackedFloatMatrix(weight.to(self.dtype), is_gated=True)
         form = self.int8 if quantize == "int8" else self.int4
         if not issubclass(form, linear.PackedMatrix) or form.obstacle_of(weight):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
 
-    def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
-        return linear.PackedFloatMatrix(weight, obstacle)
+    def _float_matrix(self, weight: Tensor, obstacle: str, **parts: int) -> base.Matrix:
+        return self._float_form(weight, obstacle, **parts)
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float

@@ -12,13 +12,9 @@ from torch import Tensor
 from text_generation_shard.device.base import ALL, Matrix
 from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
-from text_generation_shard.device.cpu.kernels.linear import GatedWeight, PackedWeight
-from text_generation_shard.device.cpu.kernels.part_products import (
-    PartedGroupedWeight,
-    PartedWeight,
-)
+from text_generation_shard.device.cpu.kernels.linear import PackedWeight
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
-from text_generation_shard.device.reference.linear import FloatMatrix, dtype_name
+from text_generation_shard.device.reference.linear import dtype_name
 from text_generation_shard.device.reference.quantized import (
     parts_of,
     quantize_groups,
@@ -37,17 +33,6 @@ class OneDnnMatrix:
         """See Matrix."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, bias, "none", [], "")
         return out
-
-
-def float_matrix(weight: Tensor, obstacle: str) -> Matrix:
-    """A float weight, multiplied by torch."""
-    if (
-        weight.dtype is torch.bfloat16
-        and torch._C._has_mkldnn
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    ):
-        return OneDnnMatrix(weight, obstacle)
-    return FloatMatrix(weight, obstacle)
 
 
 class PackedMatrix:
@@ -79,12 +64,8 @@ class PackedFloatMatrix(PackedMatrix):
     def __init__(
         self, weight: Tensor, obstacle: str = "", is_gated: bool = False, part: int | None = None
     ) -> None:
-        """`is_gated`: see GatedWeight. part: sums are computed in parts of this number of inputs,
-        see PartedWeight."""
-        if part is not None:
-            super().__init__(PartedWeight(weight, part))
-        else:
-            super().__init__((GatedWeight if is_gated else PackedWeight)(weight))
+        """`is_gated`, part: see PackedWeight."""
+        super().__init__(PackedWeight(weight, None, is_gated, part))
         self.kind, self.obstacle = dtype_name(weight.dtype), obstacle
 
 
@@ -104,16 +85,12 @@ class PackedInt8Matrix(PackedMatrix):
         columns: slice = ALL,
         part: int | None = None,
     ) -> None:
-        """columns: see Device.matrix; part: see PackedFloatMatrix."""
+        """columns: see Device.matrix; `is_gated`, part: see PackedWeight."""
         parts = [quantize_rows(rows, dtype, columns) for rows in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._dtype = dtype
         self._scale = torch.cat(scales).float()
-        if part is not None:
-            super().__init__(PartedWeight(torch.cat(numbers), part, self._scale))
-        else:
-            form = GatedWeight if is_gated else PackedWeight
-            super().__init__(form(torch.cat(numbers), self._scale))
+        super().__init__(PackedWeight(torch.cat(numbers), self._scale, is_gated, part))
         self.obstacle = obstacle
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -141,15 +118,12 @@ class PackedInt4Matrix(PackedMatrix):
         is_gated: bool = False,
         part: int | None = None,
     ) -> None:
-        """part: see PackedFloatMatrix."""
+        """`is_gated`, part: see PackedWeight."""
         parts = [quantize_groups(rows, dtype) for rows in parts_of(weight)]
         numbers, scales, zeros = zip(*parts, strict=True)
         small = torch.cat([rows.to(torch.int8) for rows in numbers])
         beside = torch.cat(scales), torch.cat(zeros)
-        if part is not None:
-            super().__init__(PartedGroupedWeight(small, part, *beside))
-        else:
-            super().__init__(GroupedWeight(small, *beside, is_gated))
+        super().__init__(GroupedWeight(small, *beside, is_gated, part))
         self.obstacle = obstacle
 
 

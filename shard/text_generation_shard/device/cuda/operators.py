@@ -1,6 +1,7 @@
 """A device with our Triton kernels: attention, norms, gates, and quantized products."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -23,7 +24,11 @@ from text_generation_shard.device.cuda.matrices import (
 from text_generation_shard.device.cuda.rows import DeviceRows, HeadShape
 from text_generation_shard.device.cuda.runner import Stream, StreamRunner, SynchronousStream
 from text_generation_shard.device.forward import Attention
-from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism
+from text_generation_shard.device.reference.device import (
+    QuantizedForm,
+    TorchDevice,
+    refuse_determinism,
+)
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.runner import EagerForward
 
@@ -54,14 +59,8 @@ class TritonDevice(TorchDevice):
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
 
-    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device. Falls back from int4 to int8, and from int8 or fp8 to float."""
-        obstacle, weight = "", torch.empty(shape, device="meta")
-        for form in FORMS[quantize]:
-            if not (found := form.obstacle_of(weight)):
-                return base.Form(form.kind, obstacle)
-            obstacle = obstacle or found
-        return base.Form(None, obstacle)
+    def _forms_of(self, quantize: str | None) -> Sequence[QuantizedForm]:
+        return FORMS[quantize]
 
     def matrix(
         self,

@@ -1,7 +1,8 @@
 """Any torch device, with torch's operators: the specification of the other devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ class PlainCopies:
     def then(self, action: Callable[[], None]) -> None:
         """See WeightCopies."""
         action()
+
+
+class QuantizedForm(Protocol):
+    """A form in which a device stores quantized weights."""
+
+    kind: str
+
+    @staticmethod
+    def obstacle_of(weight: Tensor) -> str:
+        """Why it can not store the weight; empty: it can."""
 
 
 # The reference is used in tests only; their caches fit into this.
@@ -94,8 +105,17 @@ class TorchDevice:
         return nullcontext(PlainCopies())
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device; nothing is quantized."""
-        return base.Form(None, "")
+        """See Device: the first of `_forms_of` that can store it."""
+        obstacle, weight = "", torch.empty(shape, device="meta")
+        for form in self._forms_of(quantize):
+            if not (found := form.obstacle_of(weight)):
+                return base.Form(form.kind, obstacle)
+            obstacle = obstacle or found
+        return base.Form(None, obstacle)
+
+    def _forms_of(self, quantize: str | None) -> Sequence[QuantizedForm]:
+        """The forms of a weight, best first, for a value of --quantize; here none."""
+        return ()
 
     def matrix(
         self,

@@ -63,25 +63,25 @@ def test_sums_are_those_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = (0.001 + torch.rand(320, 96)) * torch.randint(-1, 2, (320, 96))
     weight = weight.bfloat16()
     assert linear.PackedWeight(weight).nbytes < 0.8 * weight.nbytes
-    forms = linear.PackedWeight, linear.GatedWeight
-    narrowed = [form(weight) for form in forms]
+    narrowed = [linear.PackedWeight(weight, is_gated=gated) for gated in (False, True)]
     monkeypatch.setattr(linear, "weights_marker", lambda dtype: BFLOAT16)
-    plain = [form(weight) for form in forms]
+    plain = [linear.PackedWeight(weight, is_gated=gated) for gated in (False, True)]
     for rows in ROWS:
         hidden = torch.randn(rows, 96, dtype=torch.bfloat16)
         for ours, theirs in zip(narrowed, plain, strict=True):
             assert torch.equal(ours(hidden), theirs(hidden))
 
 
-@pytest.mark.parametrize("form", [linear.PackedWeight, linear.GatedWeight])
-def test_exceptions_are_added_alike_in_any_batch(form: type[linear.PackedWeight]) -> None:
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_exceptions_are_added_alike_in_any_batch(is_gated: bool) -> None:
     weight = weights(96, 72)
     assert len(narrow(linear.pack(weight, 4)).beside) > 36 * 8
-    packed, hidden = form(weight), torch.randn(max(ROWS), 72, dtype=torch.bfloat16)
+    packed = linear.PackedWeight(weight, is_gated=is_gated)
+    hidden = torch.randn(max(ROWS), 72, dtype=torch.bfloat16)
     together = packed(hidden)
     for rows in ROWS:
         assert torch.equal(packed(hidden[-rows:]), together[-rows:])
-    if form is linear.PackedWeight:
+    if not is_gated:
         exact = hidden.double() @ weight.double().T
         scale = hidden.double().abs() @ weight.double().abs().T
         assert ((together.double() - exact).abs() <= 0.005 * scale).all()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from text_generation_shard.device.cpu.kernels import cache, compile
-from text_generation_shard.device.cpu.kernels.compile import Children
+from text_generation_shard.device.cpu.kernels.compile import do_in_children
 
 FOREVER_S = 60.0
 
@@ -39,53 +39,43 @@ def pids(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().splitlines()]
 
 
-def test_where_children_are_not_waited_for(tmp_path: Path) -> None:
-    """SIGCHLD may be ignored already when the process starts."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with Children([partial(note, tmp_path / "done"), die], 2, FOREVER_S) as children:
-            assert not children.wait()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert len(pids(tmp_path / "done")) == 1
-
-
 def test_each_job_is_done_once_and_in_another_process(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(20)]
-    with Children([partial(note, path) for path in paths], 3, FOREVER_S) as children:
-        assert children.wait()
+    do_in_children([partial(note, path) for path in paths], 3, FOREVER_S)
     done = [pids(path) for path in paths]
     assert all(len(one) == 1 for one in done)
     assert os.getpid() not in {one[0] for one in done}
 
 
+@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN])
 @pytest.mark.parametrize("job", [die, fail])
 def test_a_child_that_ends_leaves_the_rest_to_the_others(
-    job: Callable[[], None], tmp_path: Path
+    job: Callable[[], None], disposition: signal.Handlers, tmp_path: Path
 ) -> None:
-    path = tmp_path / "rest"
-    with Children([job, *[partial(note, path)] * 5], 2, FOREVER_S) as children:
-        assert not children.wait()
-        assert len(pids(path)) == 5
+    """SIGCHLD may be ignored already when the process starts."""
+    path, before = tmp_path / "rest", signal.signal(signal.SIGCHLD, disposition)
+    try:
+        do_in_children([job, *[partial(note, path)] * 5], 2, FOREVER_S)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(pids(path)) == 5
 
 
-def test_a_child_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
-    with Children([hang], 1, 0.2) as children:
-        assert not children.wait()
-        (process,) = children._processes
+def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
+    do_in_children([lambda: (note(tmp_path / "id"), hang())], 1, 0.5)
+    (process,) = pids(tmp_path / "id")
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
-def test_where_no_process_can_be_started_nothing_is_done(
+def test_no_job_is_done_if_no_process_can_be_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse() -> int:
         raise BlockingIOError("too many processes")
 
     monkeypatch.setattr(os, "fork", refuse)
-    with Children([partial(note, tmp_path / "none")], 2, FOREVER_S) as children:
-        assert not children.wait()
+    do_in_children([partial(note, tmp_path / "none")], 2, FOREVER_S)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,17 +1,13 @@
 """int8 and int4 weights in the CPU kernels: gates, tables, and their use by models."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numba import njit, typeof
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, linear
-from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
-from text_generation_shard.device.cpu.kernels.llvm import BYTES, address_of, call, load, store
-from text_generation_shard.device.cpu.kernels.product import Product
+from numba import njit
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
+from text_generation_shard.device.cpu.kernels.llvm import BYTES, load, store
 from text_generation_shard.device.cpu.kernels.tile import convert_magnitudes
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
-from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
+from text_generation_shard.device.cpu.linear import PackedInt4Matrix
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
 
@@ -57,36 +53,3 @@ def test_bytes_on_a_processor_without_tables_of_them() -> None:
         convert(numbers.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
         expected = (numbers & 127).bfloat16().view(torch.int8).view(64, 2)
         assert torch.equal(halves.T, expected)
-
-
-@njit
-def _multiply(code, weight_kind, product):  # type: ignore[no-untyped-def]
-    items, size = cost_of_items(weight_kind, product)
-    for item in range(items):
-        call(code, (weight_kind, BFLOAT16, product, np.int64(0), item, np.int64(0)))
-    return items, size
-
-
-@pytest.mark.parametrize("form", [PackedInt8Matrix, PackedInt4Matrix])
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_compiled_code_multiplies_by_any_kind(
-    form: type[PackedInt8Matrix | PackedInt4Matrix], is_gated: bool, rows: int
-) -> None:
-    """Item by item; together they read the whole weight."""
-    matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
-    hidden = torch.randn(rows, 128, dtype=torch.bfloat16)
-    expected, address = matrix(hidden), matrix.address
-    assert address is not None
-    out, sums = torch.zeros_like(expected), torch.empty(rows, 4, dtype=torch.bfloat16)
-    beside = address.scales
-    if form is PackedInt4Matrix:
-        beside = sums.data_ptr()
-        for row in range(rows):
-            sum_groups(hidden.data_ptr(), beside, row, 4)
-    code = address_of(*layers.kernels(typeof(address.kind), typeof(BFLOAT16))["multiply"])
-    addresses = address.weight, beside, hidden.data_ptr(), out.data_ptr()
-    product = Product(*addresses, rows, 64, out.shape[1], is_gated)
-    items, size = _multiply(code, address.kind, product)
-    assert torch.equal(out, expected)
-    assert (items - 1) * size < matrix._packed._packed.nbytes <= items * size

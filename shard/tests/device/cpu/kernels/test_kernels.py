@@ -137,7 +137,7 @@ def test_compiled_code_is_given_no_array_with_gaps() -> None:
 def test_gated(dtype: torch.dtype, rows: int) -> None:
     weight = (torch.randn(160, 64) * 3).to(dtype)
     hidden = torch.randn(rows, 64).to(dtype)
-    product = linear.GatedWeight(weight)
+    product = linear.PackedWeight(weight, is_gated=True)
     gate, up = (hidden.double() @ weight.double().T).chunk(2, dim=-1)
     out = product(hidden)
     expected = F.silu(gate) * up

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.base import Activation, DeviceOptions
 from text_generation_shard.device.cpu import device, linear
 from text_generation_shard.device.cpu.kernels import processor
 
@@ -125,8 +126,14 @@ def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
     forms = times if runs_here else [linear.PackedFloatMatrix]
     assert all(device._milliseconds(kind) > 0 for kind in forms)
     monkeypatch.setattr(device, "_milliseconds", times.__getitem__)
-    taken = type(open_cpu("bfloat16"))
-    assert taken is (device.KernelDevice if ours < torchs else device.CpuDevice)
-    assert type(open_cpu("float32")) is device.KernelDevice
+    for dtype, is_ours in (("bfloat16", ours < torchs), ("float32", True)):
+        opened = open_cpu(dtype)
+        form = linear.PackedFloatMatrix if is_ours else linear.OneDnnMatrix
+        assert type(opened.matrix(torch.randn(32, 16), None)) is form
+        assert opened.is_deterministic == is_ours
+        weight, hidden = torch.randn(64, 16), torch.randn(3, 16).to(opened.dtype)
+        gated = opened.gated_matrix(weight, None, Activation.SILU, has_bias=False)
+        gate, up = (hidden.float() @ weight.t()).chunk(2, dim=1)
+        torch.testing.assert_close(gated(hidden).float(), F.silu(gate) * up, rtol=0.1, atol=0.2)
     options = DeviceOptions("bfloat16", "float32", deterministic=True)
     assert open_device("cpu", options).is_deterministic

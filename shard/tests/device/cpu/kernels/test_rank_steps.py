@@ -1,11 +1,11 @@
 """Compiled passes of several ranks: the same results as with one rank, bit for bit if sums have
 fixed parts; and a failing rank."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.device.cpu.kernels.product import num_parts
 
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.rank_passes import Case, Found, key, run_cases
@@ -78,13 +78,9 @@ def test_a_rank_that_gives_up_or_does_not_come_is_named(cases: list[Case], found
     assert 0.9 < first["seconds"] < 10
 
 
-def test_ranks_have_fixed_parts_of_a_sum(tmp_path: Path) -> None:
-    """See `part_products.num_parts`."""
-    from text_generation_shard.device.cpu.kernels.part_products import num_parts
-    from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, FLOAT32, INT4
-
-    assert [num_parts(1536 // size, 192, BFLOAT16) for size in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    # int4 groups are processed in pairs.
-    assert [num_parts(768 // size, 96, INT4) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
+def test_ranks_have_fixed_parts_of_a_sum() -> None:
+    assert [num_parts(1536 // size, 192, 8) for size in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    # Parts are doubled until they are a multiple of the unit.
+    assert [num_parts(768 // size, 96, 64) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
     # No whole parts, or a number of parts that is no branch of a tree.
-    assert num_parts(200, 192, FLOAT32) == num_parts(576, 192, FLOAT32) == 1
+    assert num_parts(200, 192, 1) == num_parts(576, 192, 1) == num_parts(576, None, 1) == 1

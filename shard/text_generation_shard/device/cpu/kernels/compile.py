@@ -1,14 +1,12 @@
 """Compiles all kernels before the first request."""
 
 import logging
+import multiprocessing
 import os
-import select
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numba
@@ -36,77 +34,39 @@ from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 logger = logging.getLogger(__name__)
 
 
-class Children:
-    """Owns the child processes. Each job is started once, in order.
-
-    A child may be killed or hang; then its job is not done, and `wait` returns False. At the end of
-    the block no child is left.
-    """
-
-    def __init__(self, jobs: Sequence[Callable[[], object]], count: int, patience_s: float) -> None:
-        """At most 256 jobs for `count` processes. `wait` returns False if no job finishes within
-        `patience_s`. Call it while no other thread of this process computes."""
-        self._num_jobs, self._patience_s = len(jobs), patience_s
-        self._done: set[int] = set()
-        # Children read job numbers from one pipe, and write finished ones to another. That one
-        # reaches its end when the last child exits, because only children hold its write end.
-        todo, into_todo = os.pipe()
-        self._reports, into_reports = os.pipe()
-        os.write(into_todo, bytes(range(len(jobs))))
-        os.close(into_todo)
-        self._processes = []
-        with suppress(OSError):
-            # Too little memory or too many processes: fewer children do all jobs.
+def do_in_children(jobs: Sequence[Callable[[], object]], count: int, patience_s: float) -> None:
+    """Do at most 256 jobs in `count` child processes: each job once, in order, while the children
+    live. Returns after `patience_s` at the latest; then no child is left. A job is not done if its
+    child fails, is killed or hangs. Call it while no other thread of this process computes."""
+    todo, into_todo = os.pipe()
+    os.write(into_todo, bytes(range(len(jobs))))
+    os.close(into_todo)
+    fork = multiprocessing.get_context("fork")
+    children, deadline = [], time.monotonic() + patience_s
+    try:
+        # With too little memory or too many processes, fewer children do all jobs.
+        with suppress(OSError), warnings.catch_warnings():
+            # Python warns about forking with threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
             for _ in range(count):
-                self._processes.append(_fork(jobs, todo, into_reports))
+                child = fork.Process(target=_do_jobs, args=(jobs, todo, os.getpid()))
+                child.start()
+                children.append(child)
+        for child in children:
+            child.join(max(0.0, deadline - time.monotonic()))
+    finally:
         os.close(todo)
-        os.close(into_reports)
-
-    def __enter__(self) -> "Children":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for process in self._processes:
-            # If SIGCHLD is ignored, ended children are already reaped.
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-        self._processes.clear()
-        os.close(self._reports)
-
-    def wait(self) -> bool:
-        """Wait until all jobs are done, or can no longer be; whether they are."""
-        while len(self._done) < self._num_jobs:
-            if not select.select([self._reports], [], [], self._patience_s)[0]:
-                return False
-            reports = os.read(self._reports, 256)
-            if not reports:
-                return False
-            self._done.update(reports)
-        return True
+        for child in children:
+            child.kill()
+            child.join()
 
 
-def _fork(jobs: Sequence[Callable[[], object]], todo: int, reports: int) -> int:
-    with warnings.catch_warnings():
-        # Python warns about forking with threads. See `Children`.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        parent, process = os.getpid(), os.fork()
-    if process == 0:
-        # Skip the parent's exit handlers in any case. An error is raised again when the parent does
-        # the job.
-        try:
-            # End the child if the parent is killed.
-            while os.getppid() == parent and (number := os.read(todo, 1)):
-                jobs[number[0]]()
-                os.write(reports, number)
-        finally:
-            os._exit(0)
-    return process
+def _do_jobs(jobs: Sequence[Callable[[], object]], todo: int, parent: int) -> None:
+    """Do jobs until none is left. Ends if the parent is killed. An error is raised again when the
+    parent does the job."""
+    with suppress(Exception):
+        while os.getppid() == parent and (number := os.read(todo, 1)):
+            jobs[number[0]]()
 
 
 # Loading cached kernels takes less.
@@ -115,8 +75,8 @@ _COMPILED_S = 2.0
 _CHILD_BYTES = 256 * 2**20
 # More child processes have too few jobs.
 _MOST_CHILDREN = 4
-# Longer than any kernel takes to compile on a slow machine.
-_PATIENCE_S = 120.0
+# Longer than the kernels take to compile on a slow machine.
+_PATIENCE_S = 300.0
 
 
 class Kernel(NamedTuple):
@@ -145,14 +105,12 @@ class Wanted(NamedTuple):
     dtype: torch.dtype
     quantize: str | None
     # See `layers.codes`.
-    has_parts: bool = False
     has_ranks: bool = False
 
     @property
     def name(self) -> str:
         """The content name for `cache.filling`."""
-        parts = "-parts" if self.has_parts else ""
-        return f"{self.dtype}-{self.quantize}{parts}{'-ranks' if self.has_ranks else ''}"
+        return f"{self.dtype}-{self.quantize}{'-ranks' if self.has_ranks else ''}"
 
 
 def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
@@ -210,8 +168,7 @@ def _compile(kernels: list[Kernel]) -> None:
 def _fill_cache(kernels: list[Kernel], count: int) -> None:
     # Initialize numba's compiler once, so that the children share it.
     njit(_nothing).compile(())
-    with Children([kernel.compile for kernel in kernels], count, _PATIENCE_S) as children:
-        children.wait()
+    do_in_children([kernel.compile for kernel in kernels], count, _PATIENCE_S)
 
 
 def _nothing() -> None:
@@ -231,9 +188,7 @@ def _kernels(models: Wanted) -> Iterator[Kernel]:
     weight_kinds = dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,))))
     signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
     for form in weight_kinds:
-        # Few models need sums in parts with other forms; those compile while weights are loaded.
-        has_parts = models.has_parts and form == weight_kind
-        own = layers.kernels(form, kind, has_parts).values()
+        own = layers.kernels(form, kind).values()
         for function, signature in (*own, _product(form, kind)):
             signatures.setdefault(function, {})[signature] = None
     # For a model with several kinds of weights; the warm-up passes compile its other kernels.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import WeightAddress, vector_code
 from text_generation_shard.device.cpu.kernels.linear import (
+    interleaved,
     item_bytes,
     item_signature,
     num_items,
@@ -41,11 +42,14 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     scratch,
 )
 from text_generation_shard.device.cpu.kernels.product import (
+    LEVELS_VECTORS,
     ROWS_AT_ONCE,
     SUMS_BYTES,
     SUMS_WIDTH,
     TILE_ROWS,
     Product,
+    add_part,
+    num_parts,
     store_rows,
 )
 from text_generation_shard.device.cpu.kernels.thread_pool import may_store
@@ -95,22 +99,24 @@ _SUMS_VECTORS: Final = max(_MANY_ROWS, _MOST_PANELS * TILE_ROWS) * SUMS_WIDTH
 class GroupedWeight:
     """Owns a packed int4 weight [N, K]: w = scale * number + zero, by group."""
 
-    _num_parts = 1
-
     def __init__(
-        self, numbers: Tensor, scale: Tensor, zero: Tensor, is_gated: bool = False
+        self,
+        numbers: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        is_gated: bool = False,
+        part: int | None = None,
     ) -> None:
         """numbers [N, K] from 0 to 15, int8, which represent -8 to 7; scale and zero [N, K / 32]
         bfloat16; N is a multiple of 16, K of 32.
 
-        `is_gated`: see GatedWeight; N is a multiple of 32, and the product has N / 2 outputs."""
+        `is_gated`, part: see PackedWeight; a gated weight has twice the outputs of the product."""
         outputs, inputs = numbers.shape
+        # Groups are processed in pairs.
+        self._num_parts = num_parts(inputs, part, 2 * GROUP)
         panels, groups = outputs // LANES, inputs // GROUP
         if is_gated:
-            numbers, scale, zero = (
-                part.view(2, -1, LANES, part.shape[1]).transpose(0, 1).flatten(0, 2)
-                for part in (numbers, scale, zero)
-            )
+            numbers, scale, zero = (interleaved(rows) for rows in (numbers, scale, zero))
         # An odd number of groups is padded with zeros; the numbers of the padding are not stored.
         pairs, extra = -(-groups // 2), -groups % 2
         self._packed = aligned(panels * panel_bytes.py_func(groups), torch.uint8)
@@ -132,7 +138,7 @@ class GroupedWeight:
         packed = self._packed.view(torch.int16).view(panels, -1)
         packed.copy_(rows[:, : packed.shape[1]])
         kinds = typeof(INT4), typeof(BFLOAT16)
-        self._code = address_of(self._item(), item_signature(*kinds))
+        self._code = address_of(multiply_grouped_item, item_signature(*kinds))
         self._size = outputs // 2 if is_gated else outputs, inputs
         self._is_gated = is_gated
         self.nbytes = self._packed.nbytes
@@ -142,11 +148,6 @@ class GroupedWeight:
         """Address for `kernels.layers`."""
         place = tensor_address(self._packed)
         return WeightAddress(INT4, place, 0, self._num_parts)
-
-    @staticmethod
-    def _item() -> Any:
-        """The kernel that computes an item of a product."""
-        return multiply_grouped_item
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""
@@ -266,25 +267,31 @@ def multiply_grouped_item(
     """`multiply_item` for some panels of INT4."""
     num_rows, row_bytes = product.num_rows, product.steps * STEP_BYTES
     groups, tile_rows = product.steps // STEPS, rows_of_tile(num_rows)
-    halves, sums = 2 if product.is_gated else 1, scratch(_SUMS_VECTORS)
+    part_groups, halves = groups // product.num_parts, 2 if product.is_gated else 1
+    sums, levels = scratch(_SUMS_VECTORS), scratch(LEVELS_VECTORS)
     span = panels_of_item(product)
     panels = range(item * span, min((item + 1) * span, product.num_outputs // LANES))
     for panel in panels:
         for wanted in range(first, min(num_rows, first + ROWS_AT_ONCE), tile_rows):
             row = min(wanted, num_rows - tile_rows)
-            source = (
-                product.inputs + row * row_bytes,
-                row_bytes,
-                product.beside + row * sums_bytes(groups),
-                sums_bytes(groups),
-            )
             # For few rows, all sums are complete before the first result is stored.
             at = sums
             if ticket:
                 at += ((panel - panels.start) * TILE_ROWS + row) * SUMS_BYTES
-            for half in range(halves):
-                blocks = product.weights + (halves * panel + half) * panel_bytes(groups)
-                multiply_grouped_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
+            for part in range(product.num_parts):
+                source = (
+                    product.inputs + row * row_bytes + part * part_groups * STEPS * STEP_BYTES,
+                    row_bytes,
+                    product.beside + row * sums_bytes(groups) + part * sums_bytes(part_groups),
+                    sums_bytes(groups),
+                )
+                for half in range(halves):
+                    blocks = product.weights + (halves * panel + half) * panel_bytes(groups)
+                    blocks += part * panel_bytes(part_groups)
+                    to = at + half * VECTOR_BYTES
+                    multiply_grouped_tile(tile_rows, blocks, source, part_groups, to)
+                if product.num_parts > 1:
+                    add_part(BFLOAT16, product, part, panel, 1, tile_rows, at, levels)
             if not ticket:
                 store_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, row, tile_rows)
     if ticket and may_store(ticket):

@@ -28,10 +28,6 @@ from text_generation_shard.device.cpu.kernels.grouped_linear import (
 )
 from text_generation_shard.device.cpu.kernels.linear import item_signature, multiply_item
 from text_generation_shard.device.cpu.kernels.llvm import address_of, call, itemsize
-from text_generation_shard.device.cpu.kernels.part_products import (
-    multiply_grouped_parts_item,
-    multiply_parts_item,
-)
 from text_generation_shard.device.cpu.kernels.rank_steps import (
     compute_rank_item,
     write_rank_phases,
@@ -50,7 +46,7 @@ FIELDS: Final = {
     "out_scales": "as qkv_scales",
     "out_bias": "as qkv_bias",
     "mlp_norm": "address: weights of the norm before the feed-forward, [hidden_size] float32",
-    "gate_up": "address: packed weight of gates and ups, see GatedWeight",
+    "gate_up": "address: packed weight of gates and ups, see PackedWeight",
     "gate_up_scales": "as qkv_scales",
     "down": "address: packed weight after the gates",
     "down_scales": "as qkv_scales",
@@ -65,7 +61,6 @@ LAYERS: Final = from_dtype(LAYER)[::1]
 CODES: Final = {
     "item": "of `compute_item`",
     "multiply": "of the product with weights of the layers",
-    "multiply_inputs": "of the product with `out` and `down`, whose inputs are split over ranks",
     "multiply_head": "of the product with the head",
     "sum_groups": "of `sum_groups`; 0: the weights do not need it",
     "embed": "of `scale_row`",
@@ -86,7 +81,7 @@ SIZES: Final = {
     "num_kv_heads": "heads of keys and of values",
     "head_dim": "features of a head",
     "half": "half the number of rotated features of a head",
-    "out_parts": "parts of the sums of `out`, see `part_products`",
+    "out_parts": "parts of the sums of `out`, see `product.num_parts`",
     "down_parts": "parts of the sums of `down`",
 }
 """The rank's sizes, shared by all layers."""
@@ -100,9 +95,6 @@ OTHERS: Final = {
 }
 """The rank's fields of embedding and head."""
 OF_RANKS: Final = exchange.FIELDS | {
-    "first_token": "first token of this rank's part of the vocabulary",
-    "vectors": "address: embeddings of this rank's tokens; 0: `hidden` has them",
-    "row_itemsize": "bytes of a row's element",
     "word": "word of the first operation of a pass, see `rank_steps`",
     "num_words": "operations of the pass",
     "status": "address of a status word: why waiting for a rank failed, initially 0",
@@ -171,9 +163,9 @@ class Given(NamedTuple):
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
 
-def kernels(weight_kind: Any, kind: Any, has_parts: bool = False) -> Kernels:
+def kernels(weight_kind: Any, kind: Any) -> Kernels:
     """Functions and signatures of CODES, except those of items, for weights and rows of these
-    types; slowest to compile first. has_parts: see `codes`."""
+    types; slowest to compile first."""
     is_grouped = weight_kind == uint8
     multiply = multiply_grouped_item if is_grouped else multiply_item
     found: Kernels = {
@@ -186,23 +178,17 @@ def kernels(weight_kind: Any, kind: Any, has_parts: bool = False) -> Kernels:
         "embed": (pointwise.scale_row, (kind, int64, float32, int64, int64)),
         "widen": (pointwise.widen_row, (kind, int64, int64, int64)),
     }
-    if has_parts:
-        by_parts = multiply_grouped_parts_item if is_grouped else multiply_parts_item
-        found["multiply_inputs"] = by_parts, item_signature(weight_kind, kind)
     if is_grouped:
         found["sum_groups"] = sum_groups, (int64,) * 4
     return found
 
 
-def codes(
-    weight_kind: Any, head_kind: Any, kind: Any, has_parts: bool, has_ranks: bool
-) -> dict[str, int]:
+def codes(weight_kind: Any, head_kind: Any, kind: Any, has_ranks: bool) -> dict[str, int]:
     """CODES for these types of layers' weights, head and rows; compiles them if necessary.
-    has_parts: sums over inputs that are split over ranks are computed in parts, or are partial
-    sums; has_ranks: there are several ranks."""
-    of_kinds = kernels(weight_kind, kind, has_parts)
+    has_ranks: there are several ranks."""
+    of_kinds = kernels(weight_kind, kind)
     found = {name: address_of(*kernel) for name, kernel in of_kinds.items()}
-    found |= {"sum_groups": 0, "multiply_inputs": found["multiply"]} | found
+    found.setdefault("sum_groups", 0)
     found["multiply_head"] = address_of(multiply_item, item_signature(head_kind, kind))
     own = signature_of_item(weight_kind, head_kind, kind)
     found |= {"item": address_of(compute_item, own), "own_item": 0, "write_phases": 0}

@@ -27,6 +27,7 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     scratch,
 )
 from text_generation_shard.device.cpu.kernels.product import (
+    LEVELS_VECTORS,
     PRODUCT,
     ROWS_AT_ONCE,
     SUMS_BYTES,
@@ -34,7 +35,9 @@ from text_generation_shard.device.cpu.kernels.product import (
     TILE_COLUMNS,
     TILE_ROWS,
     Product,
+    add_part,
     clear,
+    num_parts,
     store_rows,
 )
 from text_generation_shard.device.cpu.kernels.thread_pool import may_store
@@ -129,15 +132,30 @@ def signed(numbers: Tensor) -> Tensor:
 class PackedWeight:
     """Owns a weight [N, K] in packed form and multiplies rows with it."""
 
-    _is_gated = False
-    _num_parts = 1
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        is_gated: bool = False,
+        part: int | None = None,
+    ) -> None:
+        """`weight` is bfloat16 or float32; or int8 with float32 `scales` [N], for bfloat16 rows.
 
-    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
-        """`weight` is bfloat16 or float32; or int8 with float32 `scales` [N], for bfloat16 rows."""
+        `is_gated`: the weight is [2 * N, K], gates before ups, N a multiple of 16: rows become
+        silu(gate) * up [T, N]. A thread computes both halves of its outputs, panel by panel, so
+        that it reads nothing that another core has just written. part: inputs in a part of a sum,
+        see `num_parts`."""
         assert (weight.dtype == torch.int8) == (scales is not None)
+        self._num_outputs, self._num_inputs = weight.shape
+        self._is_gated = is_gated
+        if is_gated:
+            weight, self._num_outputs = interleaved(weight), self._num_outputs // 2
+            scales = None if scales is None else interleaved(scales).contiguous()
         self._weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
         is_narrow = type(self._weight_kind) is type(BFLOAT12)
         steps_at_once = bfloat12.STEPS if is_narrow else 1
+        unit = _numbers_at_once(weight.dtype) * steps_at_once
+        self._num_parts = num_parts(self._num_inputs, part, unit)
         self._packed, self._beside = pack(weight, steps_at_once), scales
         if is_narrow:
             parts = self._packed.view(self._num_parts * len(self._packed), -1, LANES, 2)
@@ -145,15 +163,14 @@ class PackedWeight:
         elif scales is not None:
             # Scales are read in whole vectors.
             self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
-        self._num_outputs, self._num_inputs = weight.shape
         # Everything that does not change between calls, because a call with one row is short.
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
-        self._code = address_of(self._item(), item_signature(*kinds))
+        self._code = address_of(multiply_item, item_signature(*kinds))
         self._address = tensor_address(self._packed)
         self._beside_address = tensor_address(self._beside)
-        self._padding = -self._num_inputs % (_numbers_at_once(weight.dtype) * steps_at_once)
+        self._padding = -self._num_inputs % unit
         self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
         self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
 
@@ -164,11 +181,6 @@ class PackedWeight:
             return None
         where = self._address, self._beside_address
         return WeightAddress(self._weight_kind, *where, self._num_parts)
-
-    @staticmethod
-    def _item() -> Any:
-        """The kernel that computes an item of a product."""
-        return multiply_item
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""
@@ -201,25 +213,9 @@ class PackedWeight:
         return out
 
 
-class GatedWeight(PackedWeight):
-    """A weight [2 * N, K], gates before ups: rows become silu(gate) * up [T, N].
-
-    A thread computes both halves of its outputs, panel by panel, so that it reads nothing that
-    another core has just written.
-    """
-
-    _is_gated = True
-
-    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
-        """N is a multiple of 16; the rest is as in PackedWeight."""
-
-        def interleaved(rows: Tensor) -> Tensor:
-            return rows.view(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-        super().__init__(
-            interleaved(weight), None if scales is None else interleaved(scales).contiguous()
-        )
-        self._num_outputs //= 2
+def interleaved(rows: Tensor) -> Tensor:
+    """Rows [2 * N, …] of a gated weight, panel by panel: gates before ups."""
+    return rows.view(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -298,33 +294,27 @@ def multiply_item(
     """
     columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     panel = min(item * columns, num_panels(product.num_outputs) - columns)
-    last, sums = min(product.num_rows, first + ROWS_AT_ONCE), scratch(_SUMS_VECTORS)
+    last = min(product.num_rows, first + ROWS_AT_ONCE)
+    sums, levels = scratch(_SUMS_VECTORS), scratch(LEVELS_VECTORS)
     # 12-bit weights are decoded within the tile instead.
     is_small = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES
     if is_small and product.num_rows >= MANY_ROWS:
-        _multiply_dequantized(weight_kind, kind, product, panel, columns, first, last, sums)
+        for part in range(product.num_parts):
+            _multiply_dequantized(
+                weight_kind, kind, product, part, panel, columns, first, last, sums, levels
+            )
         return
-    halves = 2 if product.is_gated else 1
-    row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * bytes_per_step(weight_kind)
-    weights = product.weights + halves * panel * panel_bytes
     wanted = first
     while wanted < last:
         rows = tile_rows(weight_kind, columns, product.num_rows, last - wanted)
         row = min(wanted, product.num_rows - rows)
-        source = product.inputs + row * row_bytes
         # For few rows, all sums are complete before the first result is stored.
         at = sums + (row if ticket else 0) * SUMS_BYTES
-        for half in range(halves):
-            vectors = weights + half * columns * panel_bytes
-            to = at + half * columns * VECTOR_BYTES
-            steps = product.steps
-            multiply_tile(
-                weight_kind, rows, columns, vectors, panel_bytes, source, row_bytes, steps, to
-            )
+        for part in range(product.num_parts):
+            _sum_part(weight_kind, product, part, panel, columns, row, rows, at)
+            if product.num_parts > 1:
+                add_part(weight_kind, product, part, panel, columns, rows, at, levels)
         wanted = row + rows
-        if are_narrow(weight_kind):
-            panels = halves * panel, halves * columns, halves * num_panels(product.num_outputs)
-            add_exceptions(product.beside, panels, source, row_bytes, rows, (at, SUMS_BYTES))
         if not ticket:
             store_rows(weight_kind, kind, product, panel, columns, at, row, rows)
     if ticket and may_store(ticket):
@@ -332,39 +322,78 @@ def multiply_item(
 
 
 @njit(inline="always")
+def _sum_part(
+    weight_kind: Any,
+    product: Product,
+    part: int,
+    panel: int,
+    columns: int,
+    row: int,
+    rows: int,
+    sums: int,
+) -> None:
+    """Compute the sums of a tile over one part of the inputs."""
+    steps, step_bytes = product.steps // product.num_parts, bytes_per_step(weight_kind)
+    row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * step_bytes
+    halves = 2 if product.is_gated else 1
+    weights = product.weights + halves * panel * panel_bytes + part * steps * step_bytes
+    source = product.inputs + row * row_bytes + part * steps * STEP_BYTES
+    for half in range(halves):
+        vectors = weights + half * columns * panel_bytes
+        to = sums + half * columns * VECTOR_BYTES
+        multiply_tile(
+            weight_kind, rows, columns, vectors, panel_bytes, source, row_bytes, steps, to
+        )
+    if are_narrow(weight_kind):
+        # Each part has its own exceptions.
+        all_parts = halves * num_panels(product.num_outputs) * product.num_parts
+        for column in range(halves * columns):
+            own = (halves * panel + column) * product.num_parts + part, 1, all_parts
+            to = sums + column * VECTOR_BYTES
+            add_exceptions(product.beside, own, source, row_bytes, rows, (to, SUMS_BYTES))
+
+
+@njit(inline="always")
 def _multiply_dequantized(
     weight_kind: Any,
     kind: Any,
     product: Product,
+    part: int,
     panel: int,
     columns: int,
     first: int,
     last: int,
     sums: int,
+    levels: int,
 ) -> None:
-    """`multiply_item` for many rows: weights are dequantized once for all rows, some steps at a
-    time."""
-    halves, steps = 2 if product.is_gated else 1, product.steps
-    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
-    weights = product.weights + halves * panel * panel_bytes
-    numbers = scratch(DEQUANTIZED_VECTORS)
+    """`multiply_item` for many rows and one part: weights are dequantized once for all rows, some
+    steps at a time. The last part stores the outputs."""
+    halves, steps = 2 if product.is_gated else 1, product.steps // product.num_parts
+    step_bytes = bytes_per_step(weight_kind)
+    row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * step_bytes
+    weights = product.weights + halves * panel * panel_bytes + part * steps * step_bytes
+    inputs, numbers = product.inputs + part * steps * STEP_BYTES, scratch(DEQUANTIZED_VECTORS)
     for begin in range(0, steps, DEQUANTIZED_STEPS):
         count = min(DEQUANTIZED_STEPS, steps - begin)
         for column in range(halves * columns):
-            source = weights + column * panel_bytes + begin * bytes_per_step(weight_kind)
+            source = weights + column * panel_bytes + begin * step_bytes
             dequantize(source, count, numbers + column * count * VECTOR_BYTES)
         for wanted in range(first, last, TILE_ROWS):
-            row = min(wanted, product.num_rows - TILE_ROWS)
-            source = product.inputs + row * row_bytes + begin * STEP_BYTES
-            at = sums + (wanted - first if steps > DEQUANTIZED_STEPS else 0) * SUMS_BYTES
+            row, place = min(wanted, product.num_rows - TILE_ROWS), (wanted - first) * SUMS_BYTES
+            source = inputs + row * row_bytes + begin * STEP_BYTES
+            at = sums + (place if steps > DEQUANTIZED_STEPS else 0)
             for half in range(halves):
                 to = at + half * columns * VECTOR_BYTES
                 if begin == 0:
                     clear(to, TILE_ROWS, columns)
-                part = numbers + half * columns * count * VECTOR_BYTES
-                add_dequantized(kind, columns, part, source, row_bytes, count, to)
+                own = numbers + half * columns * count * VECTOR_BYTES
+                add_dequantized(kind, columns, own, source, row_bytes, count, to)
             if begin + count == steps:
-                store_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
+                if product.num_parts > 1:
+                    own = levels + place
+                    add_part(weight_kind, product, part, panel, columns, TILE_ROWS, at, own)
+                if part == product.num_parts - 1:
+                    store_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
 
 
 @njit(inline="always")

@@ -24,7 +24,7 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     itemsize,
     load,
     reinterpreted,
-    scratch,
+    store,
 )
 from text_generation_shard.device.cpu.kernels.vector import (
     FLOAT32,
@@ -42,6 +42,12 @@ ROWS_AT_ONCE: Final = 240
 # Vectors of sums per row of a tile: gates and ups.
 SUMS_WIDTH: Final = 2 * TILE_COLUMNS
 SUMS_BYTES: Final = SUMS_WIDTH * VECTOR_BYTES
+MOST_PARTS: Final = 8
+"""Most parts of a sum; a power of two."""
+# A level of the tree that adds parts; and the levels that wait for a neighbour.
+_LEVEL_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
+LEVEL_BYTES: Final = _LEVEL_VECTORS * VECTOR_BYTES
+LEVELS_VECTORS: Final = 3 * _LEVEL_VECTORS
 # Sign bit of a float32.
 _SIGN: Final = -(2**31)
 
@@ -59,10 +65,10 @@ class Product(NamedTuple):
     # Steps of STEP_BYTES of a row.
     steps: Count
     num_outputs: Count
-    # Whether the weight is gated, see GatedWeight.
+    # Whether the weight is gated, see PackedWeight.
     is_gated: Flag
-    # Number of equal parts of a sum, which are added pairwise; and whether `out` is float32 for any
-    # kind of rows: see `part_products`.
+    # Not for gated weights. Number of equal parts of a sum, which are added pairwise: see
+    # `num_parts`; and whether `out` is float32 for any kind of rows, for an exchange between ranks.
     num_parts: Count = 1
     is_partial: Flag = False
 
@@ -79,6 +85,60 @@ def clear(sums: int, rows: int, columns: int) -> None:
             numbers[lane] = FLOAT32
 
 
+def num_parts(num_inputs: int, part: int | None, unit: int) -> int:
+    """Number of parts of a sum over a rank's inputs, with `part` inputs each, doubled until it is a
+    multiple of `unit`; 1 if they are no branch of a tree, or `part` is None.
+
+    Parts have equal size. Each part is summed in the order of its inputs; then a binary tree adds
+    neighbouring parts. A rank with some of the parts computes a branch of the tree. So the sum over
+    all ranks has the same bits for any number of ranks, if the number of parts is the same power of
+    two.
+    """
+    if part is None:
+        return 1
+    while part % unit:
+        part *= 2
+    count = num_inputs // part
+    is_branch = num_inputs % part == 0 and count in (1, 2, 4, MOST_PARTS)
+    return count if is_branch else 1
+
+
+@inlined
+def add_part(
+    weight_kind: Any,
+    product: Product,
+    part: int,
+    panel: int,
+    columns: int,
+    rows: int,
+    sums: int,
+    levels: int,
+) -> None:
+    """Add the sums of a tile over one part to the tree at `levels`: a level holds the sum of 2 **
+    level parts that waits for its neighbour. The last part puts the whole sums in its place."""
+    scales = product.beside + _scales_at(weight_kind, product, panel, part)
+    distance = _scales_at(weight_kind, product, 1, 0)
+    for row in range(rows):
+        for column in range(columns):
+            at = row * SUMS_BYTES + column * VECTOR_BYTES
+            value, level, rest = load(FLOATS, sums + at), levels + at, part
+            if has_scales(weight_kind):
+                value = value * load(FLOATS, scales + column * distance)
+            while rest & 1:
+                value = load(FLOATS, level) + value
+                level += LEVEL_BYTES
+                rest >>= 1
+            store(value, sums + at if part == product.num_parts - 1 else level)
+
+
+@inlined
+def _scales_at(weight_kind: Any, product: Product, panel: int, part: int) -> int:
+    """Offset of the scales of a panel: with 12 bits, each part has its own."""
+    if has_scales_of_parts(weight_kind):
+        return (panel * product.num_parts + part) * VECTOR_BYTES
+    return panel * VECTOR_BYTES
+
+
 @njit(inline="always")
 def store_rows(
     weight_kind: Any,
@@ -91,43 +151,42 @@ def store_rows(
     count: int,
 ) -> None:
     """Store the sums of a tile, `count` rows from `row` and `columns` panels, as outputs."""
-    halves, start = 2 if product.is_gated else 1, panel * LANES
-    scales = product.beside + halves * panel * VECTOR_BYTES
-    left = product.num_outputs - start
-    part = scratch(TILE_COLUMNS)
-    for index in range(count):
-        to = product.out + ((row + index) * product.num_outputs + start) * itemsize(kind)
-        target = to if left >= columns * LANES else part
-        _store_row(weight_kind, kind, columns, halves, sums, scales, target)
+    for index in range(row, row + count):
+        if product.is_partial:
+            _store_row(weight_kind, FLOAT32, product, panel, columns, sums, index)
+        else:
+            _store_row(weight_kind, kind, product, panel, columns, sums, index)
         sums += SUMS_BYTES
-        if left < columns * LANES:
-            source, numbers = array_at(kind, part), array_at(kind, to)
-            for lane in range(left):
-                numbers[lane] = source[lane]
 
 
 @inlined
 def _store_row(
-    weight_kind: Any, kind: Any, columns: int, halves: int, sums: int, scales: int, target: int
+    weight_kind: Any, kind: Any, product: Product, panel: int, columns: int, sums: int, row: int
 ) -> None:
     """Store the sums of one row as outputs. With two halves, each vector of sums of gates is
-    followed by one of ups; scales likewise."""
+    followed by one of ups; scales likewise. Sums of several parts are scaled already."""
+    halves = 2 if product.is_gated else 1
+    scales = product.beside + halves * panel * VECTOR_BYTES if product.num_parts == 1 else 0
     for column in range(columns):
-        offset = halves * column * VECTOR_BYTES
-        value = _scaled(weight_kind, sums + offset, scales + offset)
+        offset, output = halves * column * VECTOR_BYTES, (panel + column) * LANES
+        value = _scaled(weight_kind, sums, scales, offset)
         if halves == 2:
-            offset += VECTOR_BYTES
-            value = _silu(kind, value) * _scaled(weight_kind, sums + offset, scales + offset)
-        store_numbers(kind, value, target + column * LANES * itemsize(kind), LANES)
+            up = _scaled(weight_kind, sums, scales, offset + VECTOR_BYTES)
+            value = _silu(kind, value) * up
+        to = product.out + (row * product.num_outputs + output) * itemsize(kind)
+        store_numbers(kind, value, to, min(LANES, product.num_outputs - output))
 
 
 @inlined
-def _scaled(weight_kind: Any, sums: int, scales: int) -> Any:
-    value = load(FLOATS, sums)
-    return value * load(FLOATS, scales) if has_scales(weight_kind) else value
+def _scaled(weight_kind: Any, sums: int, scales: int, offset: int) -> Any:
+    value = load(FLOATS, sums + offset)
+    if has_scales(weight_kind) and scales != 0:
+        return value * load(FLOATS, scales + offset)
+    return value
 
 
 has_scales = constant_of_type(lambda kind: kind in (types.int8, types.int16))
+has_scales_of_parts = constant_of_type(lambda kind: kind == types.int16)
 
 
 @inlined

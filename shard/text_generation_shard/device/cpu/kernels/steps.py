@@ -160,8 +160,6 @@ def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
     where = phase.first, item, ticket if phase.is_short else np.int64(0)
     if phase.step == HEAD:
         call(this.multiply_head, (given.head_kind, given.kind, product, *where))
-    elif phase.step in (OUT, DOWN):
-        call(this.multiply_inputs, (given.weight_kind, given.kind, product, *where))
     else:
         call(this.multiply, (given.weight_kind, given.kind, product, *where))
 
