@@ -157,7 +157,8 @@ class RankSizes(NamedTuple):
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
-    # Tokens in this rank's part of the vocabulary.
+    # This rank's part of the vocabulary, padded to equal parts: first token and number of tokens.
+    first_token: int
     num_tokens: int
 
 
@@ -187,9 +188,6 @@ class Model(Protocol):
     @property
     def recompute_at(self) -> int | None:
         """Length beyond which a row must be recomputed; None: never."""
-
-    def embedded(self, input_ids: Tensor) -> Tensor:
-        """The input [T, hidden_size] of the first layer for input_ids [T]."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Last hidden states [T, hidden_size]; writes keys and values to the cache."""

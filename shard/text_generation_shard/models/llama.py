@@ -113,14 +113,12 @@ class LlamaModel:
         """See Model."""
         return self.rotary.recompute_at
 
-    def embedded(self, input_ids: Tensor) -> Tensor:
-        """See Model."""
-        hidden, multiplier = self._embedding(input_ids), self.config.embedding_multiplier
-        return hidden if multiplier == 1.0 else hidden * multiplier
-
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
-        config, hidden = self.config, self.embedded(batch.input_ids)
+        config = self.config
+        hidden = self._embedding(batch.input_ids)
+        if config.embedding_multiplier != 1.0:
+            hidden = hidden * config.embedding_multiplier
         plan = self.attention.plan(batch, self.angles(batch))
         delta: Tensor | None = None
         for block in self._blocks:
@@ -147,7 +145,7 @@ class LlamaModel:
         shares = self.partition
         own = base.RankSizes(
             *(shares.heads.count, shares.kv_heads.count, shares.inner.count),
-            shares.vocabulary.count,
+            *(shares.vocabulary.start, shares.vocabulary.count),
         )
         matrices = self._embedding.table, layers, self._norm.weight, self._head.matrix
         return base.DecoderWeights(self.config, own, self._world, *matrices)

@@ -114,12 +114,10 @@ class FusedDecoder:
         self._dtype = dtype
         plain = weights_marker(dtype)
         head = _address_of(weights.head)
-        # The kernels support an int8 head, or one of the rows' dtype. With several ranks, embedding
-        # and head are the model's.
-        is_alone, table = weights.world.size == 1, weights.embedding
-        fits = head is not None and type(head.kind) in (type(plain), type(INT8))
-        self._has_head = is_alone and fits
-        rows = table.weight if is_alone and isinstance(table, FloatTable) else None
+        # The kernels support an int8 head, or one of the rows' dtype.
+        self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
+        table = weights.embedding
+        rows = table.weight if isinstance(table, FloatTable) else None
         self._embedding = tensor_address(rows, dtype)
         self._ranks = _RankExchange(weights.world) if weights.world.size > 1 else None
         kind = _address_of(weights.layers[0].qkv).kind
@@ -151,7 +149,7 @@ class FusedDecoder:
             "out_parts": out.num_parts,
             "down_parts": down.num_parts,
             "board": tensor_address(self._board),
-            "embedding": self._embedding,
+            "embedding": 0 if ranks is not None else self._embedding,
             "head": head.weight if self._has_head else 0,
             "head_scales": head.scales if self._has_head else 0,
             "final_norm": tensor_address(self._weights.norm, torch.float32),
@@ -162,7 +160,11 @@ class FusedDecoder:
             "multiplier": sizes.residual_multiplier,
         }
         if ranks is not None:
-            values |= ranks.constants()
+            values |= ranks.constants() | {
+                "first_token": own.first_token,
+                "vectors": self._embedding,
+                "row_itemsize": self._dtype.itemsize,
+            }
         constants = np.zeros(1, layers.PASS)
         for name, value in values.items():
             constants[name] = value
@@ -214,7 +216,13 @@ class FusedDecoder:
         embeddings."""
         if self._embedding:
             return None
-        return self._model.embedded(torch.as_tensor(ids))
+        own, rows = self._weights.own, torch.as_tensor(ids)
+        if self._ranks is not None:
+            # The vectors of other ranks' tokens are overwritten later.
+            rows = (rows - own.first_token).clamp_(0, own.num_tokens - 1)
+        hidden = self._weights.embedding.lookup(rows)
+        multiplier = self._weights.sizes.embedding_multiplier
+        return hidden if multiplier == 1.0 else hidden * multiplier
 
     def _compute(self, ids: Ints, plan: PackedPlan, hidden: Tensor | None, logits: Any) -> None:
         """Compute all layers of a pass. hidden [T, hidden_size] is overwritten; None: not needed.
@@ -240,7 +248,9 @@ class FusedDecoder:
             logits,
         )
         if self._ranks is not None:
-            self._ranks.begin(self._pass, len(ids), len(self._layers))
+            self._ranks.begin(
+                self._pass, len(ids), len(plan.wanted), len(logits), len(self._layers)
+            )
         needed = layers.run_layers(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
@@ -265,9 +275,9 @@ class _RankExchange:
         own = {name: int(shared[name]) for name in FIELDS}
         return own | {"status": tensor_address(self._status)}
 
-    def begin(self, this: Any, rows: int, num_layers: int) -> None:
+    def begin(self, this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> None:
         """Prepare a pass; see `num_operations`."""
-        count = num_operations(this[0], rows, num_layers)
+        count = num_operations(this[0], rows, wanted, num_logits, num_layers)
         this["num_words"], this["word"] = count, self._collectives.reserve(count)
         this["deadline_ns"] = self._collectives.exchange[0]["deadline_ns"]
         self._status[0] = ARRIVED

@@ -95,6 +95,9 @@ OTHERS: Final = {
 }
 """The rank's fields of embedding and head."""
 OF_RANKS: Final = exchange.FIELDS | {
+    "first_token": "first token of this rank's part of the vocabulary",
+    "vectors": "address: embeddings of this rank's tokens; 0: `hidden` has them",
+    "row_itemsize": "bytes of a row's element",
     "word": "word of the first operation of a pass, see `rank_steps`",
     "num_words": "operations of the pass",
     "status": "address of a status word: why waiting for a rank failed, initially 0",

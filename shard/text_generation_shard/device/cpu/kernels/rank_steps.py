@@ -1,9 +1,9 @@
-"""The layers of a pass with several ranks: the steps of a layer, with exchanges of sums.
+"""A pass with several ranks: the steps of a layer, with exchanges between them.
 
 An operation covers as many rows of a pass as fit into a slot. This rank's part is written to its
 slot, and one item publishes it. The following items, one per row, wait for all ranks and combine
-the parts: float32 sums of `out` and `down`, which a binary tree adds and which are rounded once.
-Embeddings and scores are exchanged outside this call.
+the parts. Exchanged are embeddings, which one rank has; float32 sums of `out` and `down`, which a
+binary tree adds and which are rounded once; and the scores of each rank's part of the vocabulary.
 
 `given` is a `layers.Given`, whose `PASS` has the fields of an exchange. A thread waits within an
 item; meanwhile the other threads look for work and yield their cores. After a failed wait, the
@@ -31,9 +31,11 @@ from text_generation_shard.device.cpu.kernels.llvm import (
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
 from text_generation_shard.device.cpu.kernels.steps import (
     DOWN,
+    HEAD,
     NORM_BEFORE_HEAD,
     NUM_STEPS,
     OUT,
+    num_rows,
     product_of,
     write_step,
 )
@@ -47,31 +49,47 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 
 # Steps after those of `steps`.
-_PUBLISH: Final = 13
-_TAKE_SUMS: Final = 14
+_EMBED: Final = 13
+_PUBLISH: Final = 14
+_TAKE_VECTORS: Final = 15
+_TAKE_SUMS: Final = 16
+_TAKE_SCORES: Final = 17
 # Levels of the tree of sums; bounds the number of ranks.
 _LEVELS: Final = 16
 
 
-def num_operations(this: Any, rows: int, num_layers: int) -> int:
-    """Number of operations of a pass of `rows` tokens. this: a `layers.PASS`."""
-    rows_at_once = int(this["slot_bytes"]) // (int(this["hidden_size"]) * 4)
+def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> int:
+    """Number of operations of a pass of `rows` tokens, `wanted` of which have last hidden states
+    and `num_logits` logits. this: a `layers.PASS`."""
+    itemsize = int(this["row_itemsize"])
+    vectors = _num_chunks(this, rows, int(this["hidden_size"]) * itemsize)
+    sums = [_num_chunks(this, count, int(this["hidden_size"]) * 4) for count in (rows, wanted)]
+    scores = _num_chunks(this, num_logits, int(this["vocab_size"]) * itemsize)
+    return vectors + 2 * ((num_layers - 1) * sums[0] + sums[1]) + scores
+
+
+def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
+    rows_at_once = int(this["slot_bytes"]) // row_bytes
     assert rows_at_once > 0, "a slot has room for a row"
-    return 2 * num_layers * -(-rows // rows_at_once)
+    return -(-rows // rows_at_once)
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def write_rank_phases(given: Any, phases: Any) -> None:
     """`write_phases` for several ranks."""
     # No literals as arguments: numba compiles a function again for each literal.
-    end, word = np.int64(0), np.int64(given.passes[0].word)
+    end, last = np.int64(0), len(given.layers) - 1
+    word = np.int64(given.passes[0].word)
+    end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
     for layer in range(len(given.layers)):
         for step in range(NUM_STEPS):
             if step in (OUT, DOWN):
                 end, word = _write_operations(given, phases, end, word, layer, step)
             else:
                 end = write_step(given, phases, end, layer, step)
-    write_step(given, phases, end, len(given.layers) - 1, np.int64(NORM_BEFORE_HEAD))
+    end = write_step(given, phases, end, last, np.int64(NORM_BEFORE_HEAD))
+    if len(given.logits):
+        end, word = _write_operations(given, phases, end, word, last, np.int64(HEAD))
 
 
 @njit
@@ -80,21 +98,26 @@ def _write_operations(
 ) -> tuple[int, int]:
     """Append the phases of a step with an exchange; returns the number of phases, and the word of
     the next operation."""
-    this, rows = given.passes[0], len(given.slots)
-    chunk = this.slot_bytes // (this.hidden_size * 4)
+    this = given.passes[0]
+    rows = len(given.slots) if step == _EMBED else num_rows(given, layer, step)
+    row_bytes, take = this.hidden_size * 4, _TAKE_SUMS
+    if step == _EMBED:
+        row_bytes, take = this.hidden_size * itemsize(given.kind), _TAKE_VECTORS
+    elif step == HEAD:
+        row_bytes, take = this.vocab_size * itemsize(given.kind), _TAKE_SCORES
+    chunk = this.slot_bytes // row_bytes
     for begin in range(0, rows, chunk):
         count = min(rows - begin, chunk)
-        for first in range(0, count, ROWS_AT_ONCE):
+        for first in range(0, count, count if step == _EMBED else ROWS_AT_ONCE):
             phase = phases[end]
             _note_operation(phase, step, layer, word, begin, count)
-            phase.first = first
-            product = _partial_product(given, phase)
-            phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
-            phase.weights, phase.is_short = product.weights, product.num_rows <= TILE_ROWS
+            phase.first, phase.items = first, count
+            if step != _EMBED:
+                _note_cost(given, phase)
             end += 1
         _note_operation(phases[end], _PUBLISH, layer, word, begin, count)
         phases[end].items = 1
-        _note_operation(phases[end + 1], _TAKE_SUMS, layer, word, begin, count)
+        _note_operation(phases[end + 1], take, layer, word, begin, count)
         phases[end + 1].items = count
         end += 2
         word += 1
@@ -108,11 +131,21 @@ def _note_operation(phase: Any, step: int, layer: int, word: int, begin: int, co
 
 
 @njit(inline="always")
+def _note_cost(given: Any, phase: Any) -> None:
+    product = _partial_product(given, phase)
+    if phase.step == HEAD:
+        phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
+    else:
+        phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
+    phase.weights, phase.is_short = product.weights, product.num_rows <= TILE_ROWS
+
+
+@njit(inline="always")
 def _partial_product(given: Any, phase: Any) -> Product:
     """The product of an operation's rows; its output is this rank's slot."""
     this, whole = given.passes[0], product_of(given, phase.layer, phase.step)
     beside = whole.beside
-    if this.sum_groups:
+    if this.sum_groups and phase.step != HEAD:
         beside += phase.begin * sums_bytes(whole.steps // STEPS)
     return Product(
         whole.weights,
@@ -124,7 +157,7 @@ def _partial_product(given: Any, phase: Any) -> Product:
         whole.num_outputs,
         whole.is_gated,
         whole.num_parts,
-        True,
+        phase.step != HEAD,
     )
 
 
@@ -139,14 +172,69 @@ def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: in
     elif now.word == 0:
         call(this.own_item, (given, phases, phase, item, ticket))
     elif now.weights:
-        short_ticket = ticket if now.is_short else np.int64(0)
-        product = _partial_product(given, now)
-        where = now.first, item, short_ticket
-        call(this.multiply, (given.weight_kind, given.kind, product, *where))
+        _multiply(given, now, item, ticket)
+    elif now.step == _EMBED:
+        _embed(given, now, item)
     elif now.step == _PUBLISH:
         exchange.publish(this, now.word)
     elif _all_are_there(this, now.word):
-        _take_sums(given, now, item)
+        if now.step == _TAKE_SUMS:
+            _take_sums(given, now, item)
+        elif now.step == _TAKE_VECTORS:
+            _take_vector(given, now, item)
+        else:
+            _take_scores(given, now, item)
+
+
+@njit(inline="always")
+def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
+    this, product = given.passes[0], _partial_product(given, phase)
+    where = phase.first, item, ticket if phase.is_short else np.int64(0)
+    if phase.step == HEAD:
+        call(this.multiply_head, (given.head_kind, given.kind, product, *where))
+    else:
+        call(this.multiply, (given.weight_kind, given.kind, product, *where))
+
+
+@njit(inline="always")
+def _embed(given: Any, phase: Any, item: int) -> None:
+    """If the token is in this rank's part, write its embedding to the slot."""
+    this, row = given.passes[0], phase.begin + item
+    own, row_bytes = (
+        given.input_ids[row] - this.first_token,
+        this.hidden_size * itemsize(given.kind),
+    )
+    if 0 <= own < this.vocab_size:
+        source, multiplier = this.hidden + row * row_bytes, np.float32(1.0)
+        if this.vectors:
+            source, multiplier = this.vectors + own * row_bytes, this.embedding_multiplier
+        target = exchange.slot(this, this.rank, phase.word) + item * row_bytes
+        call(this.embed, (given.kind, source, multiplier, target, this.hidden_size))
+
+
+@njit(inline="always")
+def _take_vector(given: Any, phase: Any, item: int) -> None:
+    """Read a token's embedding from its rank's slot into the hidden states."""
+    this, row = given.passes[0], phase.begin + item
+    row_bytes = this.hidden_size * itemsize(given.kind)
+    owner = given.input_ids[row] // this.vocab_size
+    source = exchange.slot(this, owner, phase.word) + item * row_bytes
+    target = this.hidden + row * row_bytes
+    call(this.embed, (given.kind, source, np.float32(1.0), target, this.hidden_size))
+
+
+@njit(inline="always")
+def _take_scores(given: Any, phase: Any, item: int) -> None:
+    """Assemble the logits of a row, without the padding of the vocabulary."""
+    this, num_tokens = given.passes[0], given.logits.shape[1]
+    row = np.int64(given.logits.ctypes.data) + (phase.begin + item) * num_tokens * 4
+    for rank in range(this.size):
+        first = rank * this.vocab_size
+        count = min(this.vocab_size, num_tokens - first)
+        if count > 0:
+            slot = exchange.slot(this, rank, phase.word)
+            source = slot + item * this.vocab_size * itemsize(given.kind)
+            call(this.widen, (given.kind, source, row + first * 4, count))
 
 
 @njit(inline="always")
