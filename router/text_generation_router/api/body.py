@@ -6,6 +6,7 @@ Refusals have the statuses of TGI's extractor, and a JSON error object, on which
 
 import codecs
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from text_generation_router.api.keys import KeyScheme
-from text_generation_router.config import RouterConfig
 from text_generation_router.edge.body_cost import (
     ENCODINGS,
     MOST_TIMES,
@@ -25,7 +26,6 @@ from text_generation_router.edge.body_cost import (
     inflated,
     is_too_costly,
 )
-from text_generation_router.errors import OverloadedError
 from text_generation_router.request_options import read_options
 
 # Larger bodies are parsed and validated in a thread, which does not stop streams.
@@ -41,119 +41,27 @@ class BodyError(HTTPException):
     """A body that is not a request; `detail` is the sentence for the user."""
 
 
-class CarriedError(HTTPException):
-    """Carries an error out of `json`; FastAPI hides all but HTTPException there."""
-
-    def __init__(self, carried: RequestValidationError | OverloadedError) -> None:
-        super().__init__(400)
-        self.carried = carried
-
-
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Parser = Callable[[bytes | bytearray], Any]
 # Of FastAPI: the request that a value is, and what is wrong with it.
 Validate = Callable[..., tuple[Any, Any]]
 
 
-class JsonRequest(Request):
-    """A request whose body is JSON of at most `payload_limit` bytes."""
+class _ReadRequest(Request):
+    """A request whose body is read. To FastAPI the body is JSON, which it need not parse."""
 
-    def __init__(self, scope: Scope, receive: Receive, validate: Validate) -> None:
+    def __init__(self, scope: Scope, receive: Receive, value: Any) -> None:
         super().__init__(scope, receive)
-        self._validate = validate
-        # A large or compressed body until it is parsed. A caller of `body` would keep it for the
-        # time of the answer.
-        self._large = bytearray()
-
-    async def body(self) -> bytes:
-        """The raw body up to the limit; a placeholder for a large one. Raises BodyError."""
-        if not hasattr(self, "_body"):
-            self.check_content_type()
-            encoding = self._encoding()
-            received = await self._read()
-            if not received:
-                raise BodyError(400, "Failed to parse the request body as JSON: the body is empty")
-            if encoding or len(received) > _LARGE_BODY:
-                self._large, self._body = received, b"large"
-            else:
-                self._body = bytes(received)
-        return self._body
-
-    async def json(self) -> Any:
-        """The parsed body; for a large one the validated request, which FastAPI accepts as it is.
-        Raises BodyError and CarriedError."""
-        body = await self.body()
-        parse = self.parser()
-        if not self._large:
-            return parse(body)
-        # Each body is inflated right before it is parsed: inflated bodies never wait in memory.
-        if encoding := self._encoding():
-            inflate = partial(_inflated, encoding=encoding, limit=_config(self).payload_limit)
-        else:
-            inflate = None
-        large, self._large = self._large, bytearray()
-        run = self.app.state.services.large_bodies.run
-        try:
-            outcome = await run(_outcome, large, self._validate, parse, inflate)
-        except OverloadedError as error:
-            raise CarriedError(error) from None
-        finally:
-            del large
-        if not isinstance(outcome, HTTPException):
-            return outcome
-        try:
-            raise outcome
-        finally:
-            del outcome
-
-    def parser(self) -> Parser:
-        """The function that parses the body; raises BodyError."""
-        return parsed
-
-    def check_content_type(self) -> None:
-        """Raises BodyError unless the content type is JSON."""
-        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        main, _, sub = media_type.partition("/")
-        if main != "application" or not (sub == "json" or sub.endswith("+json")):
-            raise BodyError(415, "Expected request with `Content-Type: application/json`")
-
-    def _encoding(self) -> str | None:
-        """How the body is compressed; None if it is not. Raises BodyError."""
-        encoding = ", ".join(self.headers.getlist("content-encoding")).strip().lower()
-        if encoding in ("", "identity"):
-            return None
-        if encoding not in ENCODINGS:
-            raise BodyError(
-                415,
-                f"A body with `Content-Encoding: {short(encoding)}` can not be read here; send it "
-                "compressed with gzip or deflate, or as it is",
-                {"accept-encoding": "gzip, deflate"},
-            )
-        return encoding
-
-    async def _read(self) -> bytearray:
-        limit = _config(self).payload_limit
-        too_large = _too_large(limit)
-        declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit:
-            raise too_large
-        # Joining a list of chunks at the end would take twice the memory.
-        received = bytearray()
-        async for chunk in self.stream():
-            if len(received) + len(chunk) > limit:
-                raise too_large
-            received += chunk
-        return received
+        self._headers = Headers(raw=[(b"content-type", b"application/json"), *scope["headers"]])
+        self._body, self._json = b"read", value
 
 
 class JsonRoute(APIRoute):
-    """A POST route whose body is read by `request_class`.
+    """A POST route whose body is JSON of at most `payload_limit` bytes.
 
     The key is checked first, then the headers that set the options of the request, then the body.
     FastAPI alone would read the body before it calls any dependency.
     """
-
-    request_class: type[JsonRequest] = JsonRequest
 
     def get_route_handler(self) -> Handler:
         """Raises HTTPException, RouterError and RequestValidationError."""
@@ -167,16 +75,74 @@ class JsonRoute(APIRoute):
             for scheme in schemes:
                 await scheme(request)
             deadline = read_options(request.scope).deadline
-            asked = self.request_class(request.scope, request.receive, field.validate)
-            try:
-                if deadline is None:
-                    return await handler(asked)
-                async with deadline.bounds():
-                    return await handler(asked)
-            except CarriedError as error:
-                raise error.carried from None
+            async with nullcontext() if deadline is None else deadline.bounds():
+                value = await _read(request, field.validate, self.parser(request.headers))
+                return await handler(_ReadRequest(request.scope, request.receive, value))
 
         return reading
+
+    def parser(self, headers: Headers) -> Parser:
+        """The function that parses the body. Raises BodyError unless the body is called JSON."""
+        main, _, sub = media_type(headers).partition("/")
+        if main != "application" or not (sub == "json" or sub.endswith("+json")):
+            raise BodyError(415, "Expected request with `Content-Type: application/json`")
+        return parsed
+
+
+def media_type(headers: Headers) -> str:
+    """The content type without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _read(request: Request, validate: Validate, parse: Parser) -> Any:
+    """The parsed body; of a large one the validated request, which FastAPI accepts as it is.
+    Raises BodyError, OverloadedError and RequestValidationError."""
+    services = request.app.state.services
+    limit = services.config.payload_limit
+    encoding = _encoding(request.headers)
+    body = await _received(request, limit)
+    if not body:
+        raise BodyError(400, "Failed to parse the request body as JSON: the body is empty")
+    if not encoding and len(body) <= _LARGE_BODY:
+        return parse(body)
+    # Each body is inflated right before it is parsed: inflated bodies never wait in memory.
+    inflate = partial(_inflated, encoding=encoding, limit=limit) if encoding else None
+    outcome = await services.large_bodies.run(_outcome, body, validate, parse, inflate)
+    if not isinstance(outcome, Exception):
+        return outcome
+    try:
+        raise outcome
+    finally:
+        del outcome
+
+
+def _encoding(headers: Headers) -> str | None:
+    """How the body is compressed; None if it is not. Raises BodyError."""
+    encoding = ", ".join(headers.getlist("content-encoding")).strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding not in ENCODINGS:
+        raise BodyError(
+            415,
+            f"A body with `Content-Encoding: {short(encoding)}` can not be read here; send it "
+            "compressed with gzip or deflate, or as it is",
+            {"accept-encoding": "gzip, deflate"},
+        )
+    return encoding
+
+
+async def _received(request: Request, limit: int) -> bytearray:
+    """The raw body. Raises BodyError."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    # Joining a list of chunks at the end would take twice the memory.
+    received = bytearray()
+    async for chunk in request.stream():
+        if len(received) + len(chunk) > limit:
+            raise _too_large(limit)
+        received += chunk
+    return received
 
 
 def shape_error(errors: Sequence[Any]) -> str:
@@ -211,25 +177,18 @@ def short(words: str, most: int = _SHOWN_NAME) -> str:
 def _outcome(
     body: bytearray, validate: Validate, parse: Parser, inflate: Callable[[bytearray], bytes] | None
 ) -> Any:
-    """The validated request, or the BodyError or CarriedError.
+    """The validated request, or the BodyError or RequestValidationError.
 
     An error raised out of a thread is in a reference cycle with its future; the megabytes that it
     holds would stay until the next garbage collection.
     """
     try:
-        return _checked(body if inflate is None else inflate(body), validate, parse)
-    except HTTPException as error:
+        value = parse(body if inflate is None else inflate(body))
+        made, errors = validate(value, {}, loc=("body",))
+        return RequestValidationError(errors, body=value) if errors else made
+    except BodyError as error:
         error.__context__ = error.__traceback__ = None
         return error
-
-
-def _checked(body: bytes | bytearray, validate: Validate, parse: Parser) -> Any:
-    """The validated request. Raises BodyError and CarriedError."""
-    value = parse(body)
-    made, errors = validate(value, {}, loc=("body",))
-    if errors:
-        raise CarriedError(RequestValidationError(errors, body=value))
-    return made
 
 
 def _inflated(body: bytearray, encoding: str, limit: int) -> bytes:
@@ -286,9 +245,3 @@ def _check_depth(parsed: Any) -> None:
         raise BodyError(
             400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
         ) from error
-
-
-def _config(request: Request) -> RouterConfig:
-    config = request.app.state.config
-    assert isinstance(config, RouterConfig)
-    return config

@@ -10,6 +10,7 @@ from typing import Any, cast
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.datastructures import Headers
 
 from text_generation_router.api import errors as tgi_errors
 from text_generation_router.api.answers import json_response
@@ -23,8 +24,8 @@ from text_generation_router.api.platforms.kserve_tensors import (
     PROTOCOLS,
     InferenceRequest,
     InputTensor,
-    TensorRequest,
     TensorRoute,
+    is_json,
     packed,
     shape_complaint,
     written,
@@ -192,8 +193,7 @@ async def kserve_any_version_infer(
 def _is_tgis(body: InferenceRequest, request: Request) -> bool:
     """Whether TGI takes it: JSON that has `id` and `outputs`, bytes as data, and asks for no binary
     output."""
-    assert isinstance(request, TensorRequest)
-    if body.id is None or body.outputs is None or not request.is_json:
+    if body.id is None or body.outputs is None or not is_json(Headers(scope=request.scope)):
         return False
     is_binary = any(_is_binary(body, place) for place in range(len(body.outputs)))
     return not is_binary and all(tensor.has_bytes for tensor in body.inputs)

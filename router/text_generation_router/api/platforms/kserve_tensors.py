@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 
-from text_generation_router.api.body import BodyError, JsonRequest, JsonRoute, Parser, parsed, short
+from text_generation_router.api.body import BodyError, JsonRoute, Parser, media_type, parsed, short
 from text_generation_router.api.fields import IGNORED, Hint
 from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64
@@ -117,32 +117,20 @@ class InferenceRequest(Body):
     )
 
 
-class TensorRequest(JsonRequest):
-    """A request whose body is JSON, with or without binary tensors behind it.
+def is_json(headers: Headers) -> bool:
+    """Whether all of a body is JSON, and says so. Triton's client says what it sends in
+    `Inference-Header-Content-Length` alone."""
+    return HEADER_LENGTH not in headers and media_type(headers) not in ("", _BINARY)
 
-    Triton's client says what it sends in `Inference-Header-Content-Length` alone.
-    """
 
-    @property
-    def headers(self) -> Headers:
-        """Those that were sent; the content type is what FastAPI has to know."""
-        headers = super().headers
-        if self.is_json:
-            return headers
-        changed = MutableHeaders(raw=list(headers.raw))
-        changed["content-type"] = "application/json"
-        return changed
+class TensorRoute(JsonRoute):
+    """A route whose body is JSON, with or without binary tensors behind it."""
 
-    @property
-    def is_json(self) -> bool:
-        """Whether all of the body is JSON, and says so."""
-        headers = super().headers
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        return HEADER_LENGTH not in headers and kind not in ("", _BINARY)
-
-    def parser(self) -> Parser:
-        """Puts binary tensors where those in JSON are."""
-        given = super().headers.get(HEADER_LENGTH)
+    def parser(self, headers: Headers) -> Parser:
+        """Puts binary tensors where those in JSON are. Raises BodyError."""
+        if is_json(headers):
+            return super().parser(headers)
+        given = headers.get(HEADER_LENGTH)
         if given is None:
             return parsed
         if not (given.isascii() and given.isdecimal() and len(given) < 16):
@@ -152,12 +140,6 @@ class TensorRequest(JsonRequest):
                 f"{short(given)}",
             )
         return partial(_parsed_with_tensors, json_length=int(given))
-
-
-class TensorRoute(JsonRoute):
-    """A route that takes tensors."""
-
-    request_class = TensorRequest
 
 
 def shape_complaint(shape: Sequence[int], num_elements: int) -> str | None:
