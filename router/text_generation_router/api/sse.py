@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -70,61 +71,48 @@ class EventStream(EventSourceResponse):
             await self._run(receive, scope.get(DIRECT_SEND, send))
 
     async def _run(self, receive: Receive, send: Send) -> None:
-        self._last_write = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        self._last_write = clock()
         leaving = asyncio.create_task(disconnected(receive))
         writing = asyncio.create_task(self._write_all(send, leaving))
+        tasks = (leaving, writing)
+        comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+        left_s: float = KEEP_ALIVE_S
         try:
-            while not await _any_done(writing, leaving, timeout_s=self._patience_s()):
-                await self._break_silence(send)
+            while not (await asyncio.wait(tasks, timeout=left_s, return_when=FIRST_COMPLETED))[0]:
+                left_s = self._last_write + KEEP_ALIVE_S - clock()
+                if left_s <= 0:
+                    self._last_write, left_s = clock(), KEEP_ALIVE_S
+                    # During a write it could come after the end.
+                    if not self._is_writing:
+                        await send(comment)
         finally:
             writing.cancel()
             leaving.cancel()
-            await asyncio.wait((writing, leaving))
+            await asyncio.wait(tasks)
         if not writing.cancelled():
             writing.result()
 
     async def _write_all(self, send: Send, leaving: asyncio.Task[None]) -> None:
         clock = asyncio.get_running_loop().time
-        if self._first:
-            self._is_writing = True
-            first = without_line_ends(self._first)
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            self._is_writing = False
+        chunk = self._first
         while True:
+            if chunk:
+                self._last_write = clock()
+                self._is_writing = True
+                body = without_line_ends(chunk)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._is_writing = False
+                # Writes to a disconnected client return at once: all events would count as sent.
+                if leaving.done():
+                    return
             try:
                 chunk = await anext(self._events)
             except StopAsyncIteration:
                 break
             except Exception as error:
                 chunk = last_event(error, self._failed)
-            self._last_write = clock()
-            self._is_writing = True
-            body = without_line_ends(chunk)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._is_writing = False
-            # Writes to a disconnected client return at once: all events would count as sent.
-            if leaving.done():
-                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _patience_s(self) -> float:
-        """Seconds until a silent stream needs a comment."""
-        idle_s = asyncio.get_running_loop().time() - self._last_write
-        return max(0.0, KEEP_ALIVE_S - idle_s)
-
-    async def _break_silence(self, send: Send) -> None:
-        """Sends a comment, unless a write is in progress: it could come after the end."""
-        if self._patience_s() > 0:
-            return
-        self._last_write = asyncio.get_running_loop().time()
-        if not self._is_writing:
-            comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
-            await send(comment)
-
-
-async def _any_done(*tasks: asyncio.Task[None], timeout_s: float) -> bool:
-    done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return bool(done)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -155,12 +143,16 @@ def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
 
 
+_INCOMPLETE = {
+    "error": "Incomplete generation stream",
+    "error_type": "incomplete_generation_stream",
+}
+
+
 def error_event(error: Exception) -> bytes:
     """The last event of a failed stream as TGI writes it."""
     if not isinstance(error, RouterError):
         error = RouterError("The server failed on this request; its log says why")
     if isinstance(error, IncompleteGenerationError):
-        words = ("Incomplete generation stream", "incomplete_generation_stream")
-    else:
-        words = (error.message, error.error_type)
-    return event(dict(zip(("error", "error_type"), words, strict=True)))
+        return event(_INCOMPLETE)
+    return event({"error": error.message, "error_type": error.error_type})

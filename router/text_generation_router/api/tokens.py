@@ -1,17 +1,17 @@
 """The tokens of a text as /tokenize and /chat_tokenize answer them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
 
 import orjson
 from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from text_generation_router.api.routes import unless_disconnected
-from text_generation_router.api.sse import disconnected
 from text_generation_router.encoding import Encoding
 from text_generation_router.services import Services
 
@@ -21,7 +21,7 @@ _SLICE = 512
 _MOST_AT_ONCE = 4 * _SLICE
 
 
-class PieceResponse(Response):
+class PieceResponse(StreamingResponse):
     """Makes each piece after the previous one was sent; other tasks run in between.
 
     `held` is entered here, and left when the answer is sent or its client has disconnected.
@@ -30,34 +30,23 @@ class PieceResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Iterator[bytes], held: AbstractContextManager[None]) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._pieces = pieces
+    def __init__(self, pieces: Iterable[bytes], held: AbstractContextManager[None]) -> None:
+        super().__init__(_in_turns(pieces))
         self._held = held
         held.__enter__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Returns when the answer has ended."""
-        leaving = asyncio.create_task(disconnected(receive))
         try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            for piece in self._pieces:
-                if leaving.done():
-                    return
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await asyncio.sleep(0)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await super().__call__(scope, receive, send)
         finally:
             self._held.__exit__(None, None, None)
-            leaving.cancel()
-            await asyncio.wait((leaving,))
+
+
+async def _in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 class TokenizedToken(BaseModel):
