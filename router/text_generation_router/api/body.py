@@ -15,6 +15,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from text_generation_router.api.keys import KeyScheme
@@ -132,16 +133,19 @@ def _encoding(headers: Headers) -> str | None:
 
 
 async def _received(request: Request, limit: int) -> bytearray:
-    """The raw body. Raises BodyError."""
+    """The raw body. Raises BodyError, and HTTPException 499 if the client leaves."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     # Joining a list of chunks at the end would take twice the memory.
     received = bytearray()
-    async for chunk in request.stream():
-        if len(received) + len(chunk) > limit:
-            raise _too_large(limit)
-        received += chunk
+    try:
+        async for chunk in request.stream():
+            if len(received) + len(chunk) > limit:
+                raise _too_large(limit)
+            received += chunk
+    except ClientDisconnect:
+        raise HTTPException(499, "The client has left") from None
     return received
 
 
