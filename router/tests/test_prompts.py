@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_router.api.errors import RequestError
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.stream import PromptEntries
-from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.validation import GenerateParameters
 
 from router.tests.serving import Server, serve

@@ -16,11 +16,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from text_generation_router.api import errors as tgi_errors
-from text_generation_router.api import models, v1_errors
+from text_generation_router.api import models
 from text_generation_router.api.anthropic import errors as anthropic_errors
 from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
+from text_generation_router.api.errors import respond_as_openai, respond_as_tgi
 from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
 from text_generation_router.api.platforms import kserve, probes, sagemaker, vertex
@@ -65,8 +65,8 @@ ROUTERS = (
 ERROR_FORMS = (
     (anthropic_errors.PATH, anthropic_errors.respond),
     (anthropic_errors.MODELS_PATH, anthropic_errors.respond_about_models),
-    ("/v1/", v1_errors.respond),
-    ("/v2/rerank", tgi_errors.respond),
+    ("/v1/", respond_as_openai),
+    ("/v2/rerank", respond_as_tgi),
     ("/v2/", kserve.respond),
 )
 
@@ -208,9 +208,9 @@ def _respond(request: Request, error: Exception, config: RouterConfig) -> Respon
     """The error in the form of the path's API."""
     path = request.url.path
     forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
-    respond = next(forms, tgi_errors.respond)
+    respond = next(forms, respond_as_tgi)
     # Vertex's path may be below /v1/.
-    return (tgi_errors.respond if path == config.aip_predict_route else respond)(request, error)
+    return (respond_as_tgi if path == config.aip_predict_route else respond)(request, error)
 
 
 def _allowed_methods(request: Request) -> set[str]:

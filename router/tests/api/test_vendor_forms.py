@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_router.api.errors import RequestError
 from text_generation_router.api.openai.completions import first_ids
-from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.api.openai.test_chat import last_prompt

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import json_response
+from text_generation_router.api.errors import OPENAI_ERRORS, ModelNotFoundError
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.routes import ServicesDependency, get
-from text_generation_router.api.v1_errors import ERRORS, ModelNotFoundError
 from text_generation_router.services import Services
 
 # By this header Anthropic's clients are known.
 _HEADER = "anthropic-version"
 # Names that clients of TGI send by default ("dummy" is huggingface_hub's).
 _ANY_MODEL = frozenset({"", "tgi", "text-generation-inference", "dummy"})
-_ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404, "4XX")}
+_ERRORS = {status: OPENAI_ERRORS[status] for status in (401, 404, "4XX")}
 # A page that can not be is 400.
 _LIST_ERRORS = {status: _ERRORS[status] for status in (401, "4XX")}
 

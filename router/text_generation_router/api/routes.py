@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel
 
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.errors import Responses
 from text_generation_router.api.keys import NEEDS_KEY, caller_of
 from text_generation_router.api.sse import (
     COMMENT,
@@ -19,9 +20,6 @@ from text_generation_router.api.sse import (
 from text_generation_router.request_id import TRACE
 from text_generation_router.request_options import options_of
 from text_generation_router.services import Services
-
-Responses = dict[int | str, dict[str, Any]]
-"""What a route may answer, for the documentation."""
 
 
 def events(description: str, event: type[BaseModel] | None = None) -> Responses:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from text_generation_router.api.v1_errors import describe, shape_complaint
+from text_generation_router.api.errors import describe, shape_complaint
 from text_generation_router.errors import (
     ContextLengthError,
     GenerationError,

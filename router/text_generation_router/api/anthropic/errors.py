@@ -4,14 +4,12 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from text_generation_router.api.anthropic.schemas import BLOCK_TYPE
 from text_generation_router.api.body import complaint_of, short
+from text_generation_router.api.errors import describe, error_answer, furthest, respond_as_openai
 from text_generation_router.api.models import is_anthropics
-from text_generation_router.api.v1_errors import describe, furthest, headers_of
-from text_generation_router.api.v1_errors import respond as openai_respond
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request_id import current
 
@@ -30,12 +28,12 @@ def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     path = request.url.path if isinstance(error, HTTPException) else PATH
     status, message = _describe(error, path, request.method)
-    return JSONResponse(_body(status, message), status, headers=headers_of(error))
+    return error_answer(_body(status, message), status, error)
 
 
 def respond_about_models(request: Request, error: Exception) -> Response:
     """The same for the list of models, which OpenAI's clients read as well."""
-    return (respond if is_anthropics(request) else openai_respond)(request, error)
+    return (respond if is_anthropics(request) else respond_as_openai)(request, error)
 
 
 def error_event(error: Exception) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
     MessagesRequest,
 )
+from text_generation_router.api.errors import STATUSES
 from text_generation_router.api.fields import warning
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import (
@@ -27,7 +28,6 @@ from text_generation_router.api.routes import (
     unless_disconnected,
 )
 from text_generation_router.api.sse import named_events
-from text_generation_router.api.v1_errors import STATUSES
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,

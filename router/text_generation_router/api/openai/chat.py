@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.errors import ERRORS as TGI_ERRORS
+from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
@@ -38,7 +38,6 @@ from text_generation_router.api.routes import (
     unless_disconnected,
 )
 from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
-from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -219,7 +218,7 @@ def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:
 # Characters of a prompt that /chat_tokenize writes in one go, in less than a millisecond.
 _SLICE = 16 * 1024
 
-router = post_router("OpenAI", ERRORS)
+router = post_router("OpenAI", OPENAI_ERRORS)
 tokenize_router = post_router("Text Generation Inference", TGI_ERRORS)
 
 

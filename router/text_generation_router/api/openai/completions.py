@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fastapi import Request, Response
 
 from text_generation_router.api.answers import json_response, timing_headers
+from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.fields import warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
@@ -31,7 +32,6 @@ from text_generation_router.api.routes import (
     post_router,
     unless_disconnected,
 )
-from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
@@ -42,7 +42,7 @@ from text_generation_router.validation import GenerateParameters
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
 
-router = post_router("OpenAI", ERRORS)
+router = post_router("OpenAI", OPENAI_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from fastapi import Request, Response
 from pydantic import BaseModel, Field, field_validator
 
 from text_generation_router.api.answers import float32_json, timing_headers
+from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.schemas import TokenId
 from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
 from text_generation_router.api.tokens import PieceResponse
-from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Numbers
 from text_generation_router.pooling import vector_of
@@ -25,7 +25,7 @@ from text_generation_router.validation import GenerateParameters
 # Numbers up to which the answer is written at once, with its length.
 _MOST_AT_ONCE = 8192
 
-router = post_router("OpenAI", ERRORS)
+router = post_router("OpenAI", OPENAI_ERRORS)
 
 
 class EmbeddingRequest(Body):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from text_generation_router.api.errors import RequestError, describe
 from text_generation_router.api.openai.schemas import SamplingBody
 from text_generation_router.api.sse import LastEvent, event
-from text_generation_router.api.v1_errors import RequestError, describe
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
 from text_generation_router.generation import Generation

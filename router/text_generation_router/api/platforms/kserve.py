@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import Headers
 
-from text_generation_router.api import errors as tgi_errors
 from text_generation_router.api.answers import json_response
-from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
+from text_generation_router.api.errors import (
+    STATUSES,
+    TGI_ERRORS,
+    UNAUTHORIZED,
+    ModelNotFoundError,
+    RequestError,
+    describe,
+    error_answer,
+    respond_as_tgi,
+)
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
@@ -39,13 +46,6 @@ from text_generation_router.api.routes import (
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
-from text_generation_router.api.v1_errors import STATUSES as OPEN_ERRORS
-from text_generation_router.api.v1_errors import (
-    ModelNotFoundError,
-    RequestError,
-    describe,
-    headers_of,
-)
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.infer import gather_or_cancel
@@ -71,8 +71,8 @@ _OPEN = "text_generation_router.open_inference"
 # Health needs no key.
 router = APIRouter(tags=["KServe"])
 key_router = APIRouter(dependencies=NEEDS_KEY, tags=["KServe"])
-tgi_router = post_router("KServe", ERRORS, TensorRoute)
-open_router = post_router("KServe", OPEN_ERRORS, TensorRoute)
+tgi_router = post_router("KServe", TGI_ERRORS, TensorRoute)
+open_router = post_router("KServe", STATUSES, TensorRoute)
 
 
 class Utf8Error(RouterError):
@@ -130,7 +130,7 @@ async def kserve_model_metadata(model_name: str, model_version: str) -> Response
     router,
     f"{_MODEL}/ready",
     summary="Readiness of the model in any version",
-    responses=OPEN_ERRORS,
+    responses=STATUSES,
 )
 async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
     """The same as the readiness of the server. It needs no key, and so shows no name."""
@@ -141,7 +141,7 @@ async def kserve_any_version_ready(model_name: str, services: ServicesDependency
     return await kserve_ready(services)
 
 
-@get(key_router, _MODEL, summary="Model metadata of the protocol", responses=OPEN_ERRORS)
+@get(key_router, _MODEL, summary="Model metadata of the protocol", responses=STATUSES)
 async def kserve_any_version_metadata(model_name: str, services: ServicesDependency) -> Response:
     """The tensors that the model takes and gives; inputs and outputs may have other names."""
     check_model(model_name, services)
@@ -318,6 +318,6 @@ def respond(request: Request, error: Exception) -> Response:
     path = request.url.path
     is_tgis = "/versions/" in path or path.startswith("/v2/health/")
     if is_tgis and _OPEN not in request.scope:
-        return tgi_errors.respond(request, error)
+        return respond_as_tgi(request, error)
     status, detail = describe(error, path, request.method)
-    return JSONResponse({"error": detail["message"]}, status, headers=headers_of(error))
+    return error_answer({"error": detail["message"]}, status, error)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import Request, Response
 from pydantic import Discriminator, Tag
 
-from text_generation_router.api.errors import ERRORS
+from text_generation_router.api.errors import TGI_ERRORS
 from text_generation_router.api.openai.answers import ChatCompletion, Completion
 from text_generation_router.api.openai.chat import chat_completions
 from text_generation_router.api.openai.completions import completions
@@ -14,7 +14,7 @@ from text_generation_router.api.routes import ServicesDependency, events, post_r
 from text_generation_router.api.tgi.generate import compat_generate
 from text_generation_router.api.tgi.schemas import CompatGenerateRequest, GenerateResponse
 
-router = post_router("SageMaker", ERRORS)
+router = post_router("SageMaker", TGI_ERRORS)
 
 
 def _kind(body: Any) -> str | None:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.answers import json_response
-from text_generation_router.api.errors import ERRORS
+from text_generation_router.api.errors import TGI_ERRORS
 from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.routes import (
     ServicesDependency,
@@ -23,7 +23,7 @@ from text_generation_router.fields import Body, Bounded
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 
-router = post_router("Vertex", ERRORS)
+router = post_router("Vertex", TGI_ERRORS)
 
 
 def _kind(instance: Any) -> str:
@@ -63,7 +63,7 @@ async def vertex_compatibility(
 
 def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:
     """The same predictions and health on the paths that the configuration names."""
-    predict = post_router("Vertex", ERRORS)
+    predict = post_router("Vertex", TGI_ERRORS)
     live = APIRouter()
     if config.aip_predict_route is not None:
         predict.add_api_route(

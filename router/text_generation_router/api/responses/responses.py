@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from text_generation_router.api.answers import json_response, make_id
+from text_generation_router.api.errors import STATUSES, describe
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.models import check_model
@@ -23,7 +24,6 @@ from text_generation_router.api.routes import (
     unless_disconnected,
 )
 from text_generation_router.api.sse import named_events
-from text_generation_router.api.v1_errors import STATUSES, describe
 from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.errors import ContextLengthError

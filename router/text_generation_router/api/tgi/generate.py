@@ -12,7 +12,7 @@ from text_generation_router.api.answers import (
     json_response,
     timing_headers,
 )
-from text_generation_router.api.errors import ERRORS
+from text_generation_router.api.errors import TGI_ERRORS
 from text_generation_router.api.routes import (
     ServicesDependency,
     events,
@@ -42,7 +42,7 @@ _EVENTS = events(
     StreamResponse,
 )
 
-router = post_router("Text Generation Inference", ERRORS)
+router = post_router("Text Generation Inference", TGI_ERRORS)
 
 
 @router.post(
