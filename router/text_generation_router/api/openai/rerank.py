@@ -2,7 +2,6 @@
 the forms of vLLM, Jina and Cohere. Described is only what is this server's own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -17,7 +16,7 @@ from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused
-from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
+from text_generation_router.prompts import MOST_PROMPTS, read_prompts
 from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
@@ -117,30 +116,18 @@ class RerankRequest(ScoringBody):
     _number = field_validator("documents")(_check_number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """The scores of a request, with the usage and the headers of its answer."""
-
-    scores: list[float]
-    usage: dict[str, int]
-    headers: dict[str, str]
-
-
 @router.post("/v1/score", name="score_v1", responses=STATUSES, **_SCORE)
 @router.post("/score", name="score", responses=TGI_ERRORS, **_SCORE)
 async def score_pairs(
     body: ScoreRequest, request: Request, services: ServicesDependency
 ) -> Response:
     """How well each document answers its query, from 0 to 1."""
-    reranker = _reranker(body, services)
-    is_raw = body.use_activation is False
-    found = await _scored(reranker, body, body.pairs, is_raw, request, services)
+    scores, usage, headers = await _scored(body, body.pairs, request, services)
     data = [
-        {"index": index, "object": "score", "score": value}
-        for index, value in enumerate(found.scores)
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
     ]
     head = envelope("score", "list", services)
-    return json_response(head | {"data": data, "usage": found.usage}, found.headers)
+    return json_response(head | {"data": data, "usage": usage}, headers)
 
 
 @router.post("/v1/rerank", name="rerank_v1", responses=STATUSES, **_RERANK)
@@ -148,75 +135,54 @@ async def score_pairs(
 @router.post("/rerank", name="rerank", responses=TGI_ERRORS, **_RERANK)
 async def rerank(body: RerankRequest, request: Request, services: ServicesDependency) -> Response:
     """The documents, those that answer the query best first."""
-    reranker = _reranker(body, services)
     texts = [text_of(document) for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    is_raw = body.use_activation is False
-    found = await _scored(reranker, body, pairs, is_raw, request, services)
-    order = sorted(range(len(pairs)), key=lambda place: -found.scores[place])
-    places = order[: body.top_n or len(order)]
+    scores, usage, headers = await _scored(body, pairs, request, services)
+    order = sorted(range(len(pairs)), key=lambda place: -scores[place])
     results = [
         {"index": place}
         | ({} if body.return_documents is False else {"document": {"text": texts[place]}})
-        | {"relevance_score": found.scores[place]}
-        for place in places
+        | {"relevance_score": scores[place]}
+        for place in order[: body.top_n or len(order)]
     ]
     head = envelope("rerank", "list", services)
-    answer = {"id": head["id"], "model": head["model"], "usage": found.usage, "results": results}
-    return json_response(answer, found.headers)
-
-
-def _reranker(body: ScoringBody, services: Services) -> Reranker:
-    check_model(body.model, services)
-    if isinstance(services.reranker, str):
-        raise NotARerankerError(services.reranker)
-    return services.reranker
+    answer = {"id": head["id"], "model": head["model"], "usage": usage, "results": results}
+    return json_response(answer, headers)
 
 
 async def _scored(
-    reranker: Reranker,
-    body: ScoringBody,
-    pairs: Sequence[tuple[str, str]],
-    is_raw: bool,
-    request: Request,
-    services: Services,
-) -> _Scored:
-    """A score for each pair of query and document."""
+    body: ScoringBody, pairs: Sequence[tuple[str, str]], request: Request, services: Services
+) -> tuple[list[float], dict[str, int], dict[str, str]]:
+    """A score for each pair of query and document; the usage and the headers of the answer."""
+    check_model(body.model, services)
+    reranker = services.reranker
+    if isinstance(reranker, str):
+        raise NotARerankerError(reranker)
     services.metrics.request_count.inc()
-    most = _most_tokens(body, services)
-    asked = [partial(_asked, reranker, body, *pair, most, services) for pair in pairs]
+    asked = [partial(_asked, reranker, body, *pair, services) for pair in pairs]
     results = await unless_disconnected(request, read_prompts(services.infer, asked))
+    if not all(result.prefill.scores for result in results):
+        raise GenerationError("the shards have given no scores")
     num_tokens = sum(result.prompt_tokens for result in results)
     characters = sum(len(query) + len(document) for query, document in pairs)
-    return _Scored(
-        [_score(result, is_raw) for result in results],
+    return (
+        [score(result.prefill.scores, body.use_activation is False) for result in results],
         {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         timing_headers([one.ending for one in results], num_tokens, characters, services),
     )
 
 
-def _most_tokens(body: ScoringBody, services: Services) -> int | None:
-    """Of a prompt whose document is cut; None: none is cut."""
-    longest, most = services.limits.max_input_tokens, body.truncate_prompt_tokens
-    if most is None:
-        return None
-    return longest if most == -1 else min(most, longest)
-
-
 async def _asked(
-    reranker: Reranker,
-    body: ScoringBody,
-    query: str,
-    document: str,
-    most_tokens: int | None,
-    services: Services,
+    reranker: Reranker, body: ScoringBody, query: str, document: str, services: Services
 ) -> GenerateParameters:
-    ids, text = None, ""
-    if most_tokens is None:
+    ids, text, most = None, "", body.truncate_prompt_tokens
+    if most is None:
         text = reranker.prompt(query, document, body.instruction)
     else:
+        longest = services.limits.max_input_tokens
+        most = longest if most == -1 else min(most, longest)
         ids = await reranker.cut_prompt(
-            services.tokenizer, query, document, body.instruction, most_tokens
+            services.tokenizer, query, document, body.instruction, most_tokens=most
         )
     return GenerateParameters(
         inputs=text,
@@ -226,9 +192,3 @@ async def _asked(
         score_token_ids=reranker.answer_ids,
         cache_salt=body.cache_salt,
     )
-
-
-def _score(result: PromptResult, is_raw: bool) -> float:
-    if not result.prefill.scores:
-        raise GenerationError("the shards have given no scores")
-    return score(result.prefill.scores, is_raw)
