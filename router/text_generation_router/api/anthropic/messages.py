@@ -125,13 +125,13 @@ _STOP_REASONS = {
 
 
 class MessageRun:
-    """Answers one request; `message` is complete after the last event."""
+    """Answers one request, whole or as events."""
 
     def __init__(self, body: MessagesRequest, services: Services) -> None:
         self._chat = services.chat
         self._conversation = conversation_of(body)
         self._is_stream = bool(body.stream)
-        self.message: Json = {
+        self._message: Json = {
             "id": make_id("msg"),
             "type": "message",
             "role": "assistant",
@@ -141,7 +141,21 @@ class MessageRun:
             "stop_sequence": None,
         }
 
-    async def events(self) -> AsyncGenerator[list[Json]]:
+    async def whole(self) -> Json:
+        """The message. Raises RouterError."""
+        async for _ in self._events():
+            continue
+        return self._message
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The events in chunks; a ping follows the first. Raises RouterError."""
+        after = _PING
+        async with aclosing(self._events()) as batches:
+            async for batch in batches:
+                yield named_events(batch) + after
+                after = b""
+
+    async def _events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError.
 
         message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it. The
@@ -156,7 +170,7 @@ class MessageRun:
                 await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
                 if first.done():
                     first.result()
-                message = {**self.message, "usage": _usage(generation, 0)}
+                message = {**self._message, "usage": _usage(generation, 0)}
                 yield [{"type": "message_start", "message": message}]
                 if new := _blocks(writer, await first):
                     yield new
@@ -170,7 +184,7 @@ class MessageRun:
         usage = _usage(generation, generation.ending.generated.generated_tokens)
         delta = _stop(generation)
         last = list(writer.finish())
-        self.message |= {"content": writer.blocks, **delta, "usage": usage}
+        self._message |= {"content": writer.blocks, **delta, "usage": usage}
         yield [
             *last,
             {"type": "message_delta", "delta": delta, "usage": usage},
@@ -222,9 +236,8 @@ async def messages(
     run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body)
     if body.stream:
-        return await open_stream(request, _encoded(run), headers, _failed, keep_alive=_PING)
-    whole = await unless_disconnected(request, _whole(run))
-    return json_response(whole, headers)
+        return await open_stream(request, run.chunks(), headers, _failed, keep_alive=_PING)
+    return json_response(await unless_disconnected(request, run.whole()), headers)
 
 
 @router.post(
@@ -245,22 +258,6 @@ async def _count(body: CountTokensRequest, services: Services) -> int:
     prompt = await services.chat.render(conversation_of(body))
     tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
     return tokens.count
-
-
-async def _whole(run: MessageRun) -> Json:
-    """The message. Raises RouterError."""
-    async for _ in run.events():
-        continue
-    return run.message
-
-
-async def _encoded(run: MessageRun) -> AsyncGenerator[bytes]:
-    """The events in chunks; a ping follows the first. Raises RouterError."""
-    after = _PING
-    async with aclosing(run.events()) as batches:
-        async for batch in batches:
-            yield named_events(batch) + after
-            after = b""
 
 
 def _failed(error: Exception) -> bytes:

@@ -32,7 +32,8 @@ from text_generation_router.services import Services
 
 
 class ResponseRun:
-    """Answers one request; the last event carries the whole response, streamed or not."""
+    """Answers one request; the last event carries the whole response, streamed or not. Owns the
+    numbers of the events."""
 
     def __init__(self, body: ResponsesRequest, services: Services) -> None:
         self._services = services
@@ -44,27 +45,52 @@ class ResponseRun:
         self._num_top_logprobs = body.top_logprobs or 0
         self._trail = TokenTrail()
         self._response = _envelope(body, services)
+        self._number = 0
 
-    async def events(self) -> AsyncGenerator[list[Json]]:
+    async def whole(self) -> Json:
+        """The response as the last event has it. Raises RouterError."""
+        async for _ in self._events():
+            continue
+        return self._response
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Events for one write each. Raises RouterError."""
+        async with aclosing(self._events()) as batches:
+            async for batch in batches:
+                yield self._chunk(batch)
+
+    def failed(self, error: Exception) -> bytes:
+        """The last events of a stream that failed."""
+        _, detail = describe(error, PATH)
+        code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
+        begun = [] if self._number else self._created()
+        told = self._event("failed", error={"code": code, "message": detail["message"]})
+        return self._chunk([*begun, told])
+
+    def _chunk(self, batch: Sequence[Json]) -> bytes:
+        start = self._number
+        self._number += len(batch)
+        return named_events(
+            {"type": event["type"], "sequence_number": number, **event}
+            for number, event in enumerate(batch, start)
+        )
+
+    async def _events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
         writer = OutputWriter(self._tools, self._has_encrypted_reasoning)
         async with self._services.chat.start(self._conversation) as (generation,):
             if not self._is_stream:
                 generation.hide()
-            yield self.created()
+            yield self._created()
             async for steps in generation:
                 batch = [event for step in steps for event in self._step_events(step, writer)]
                 if batch:
                     yield batch
         yield self._end(writer, generation)
 
-    def created(self) -> list[Json]:
+    def _created(self) -> list[Json]:
         """The first events of every stream."""
         return [self._event("created"), self._event("in_progress")]
-
-    def failed(self, code: str, sentence: str) -> Json:
-        """The last event of a stream that failed."""
-        return self._event("failed", error={"code": code, "message": sentence})
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
         if self._has_logprobs:
@@ -181,53 +207,10 @@ async def responses(
     run = ResponseRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
     if body.stream:
-        writer = _Writer(run)
-        return await open_stream(
-            request, writer.chunks(), headers, writer.failed, has_status=_has_status
-        )
-    whole = await unless_disconnected(request, _whole(run))
-    return json_response(whole, headers)
+        return await open_stream(request, run.chunks(), headers, run.failed, has_status=_has_status)
+    return json_response(await unless_disconnected(request, run.whole()), headers)
 
 
 def _has_status(error: Exception) -> bool:
     """OpenAI streams that the context is exceeded: only in the event do clients look for it."""
     return not isinstance(error, ContextLengthError)
-
-
-async def _whole(run: ResponseRun) -> Json:
-    """The response as the last event has it. Raises RouterError."""
-    last: list[Json] = []
-    async for batch in run.events():
-        last = batch
-    response = last[-1]["response"]
-    assert isinstance(response, dict)
-    return response
-
-
-class _Writer:
-    """Writes the events of one response; owns their numbers."""
-
-    def __init__(self, run: ResponseRun) -> None:
-        self._run = run
-        self._number = 0
-
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Events for one write each. Raises RouterError."""
-        async with aclosing(self._run.events()) as batches:
-            async for batch in batches:
-                yield self._chunk(batch)
-
-    def failed(self, error: Exception) -> bytes:
-        """The last events of a stream that failed."""
-        _, detail = describe(error, PATH)
-        code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
-        begun = [] if self._number else self._run.created()
-        return self._chunk([*begun, self._run.failed(code, detail["message"])])
-
-    def _chunk(self, batch: Sequence[Json]) -> bytes:
-        start = self._number
-        self._number += len(batch)
-        return named_events(
-            {"type": event["type"], "sequence_number": number, **event}
-            for number, event in enumerate(batch, start)
-        )
