@@ -16,7 +16,7 @@ from integration_tests.conftest import Launch
 from integration_tests.server import LauncherHandle, wait_until
 
 PROMPT = "the cat sat on "
-LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
+LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos_token": True}
 NUM_ROWS = 8
 NUM_CLIENTS = 2 * NUM_ROWS
 DEADLINE_S = 2.0

@@ -126,8 +126,8 @@ def answers_of(model: Path, counts: tuple[int, ...], *flags: str) -> list[dict[s
         return found
 
 
-# The shard's own tests compare the ranks of each kind.
-SERVED = ("llama3", "qwen3")
+# The shard's own tests compare the ranks of each kind, and of llama3 the bits are compared below.
+SERVED = ("qwen3",)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,7 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("environment")
 def test_python_a_file_and_the_benchmark(tiny_model_path: Path, tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0)

@@ -225,9 +225,16 @@ KILLED_OR_STOPPED = (
 )
 
 
+PHASES = *STARTING, *SERVING, "in a sum"
+USUAL = "loading", "decode", "in a sum"
+
+
 @pytest.mark.parametrize(
     ("phase", "cases"),
-    list(zip((*STARTING, *SERVING, "in a sum"), 3 * KILLED_OR_STOPPED, strict=True)),
+    [
+        pytest.param(phase, cases, id=phase, marks=() if phase in USUAL else pytest.mark.nightly)
+        for phase, cases in zip(PHASES, 3 * KILLED_OR_STOPPED, strict=True)
+    ],
 )
 def test_a_shard_ends(
     phase: str, cases: Sequence[tuple[int, signal.Signals]], launch: Launch, tiny_model_path: Path

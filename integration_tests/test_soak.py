@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OK = Outcome("chat", 1.0, 2.0, "ok")
 
 
+@pytest.mark.nightly
 def test_a_short_soak(tmp_path: Path) -> None:
     """One shard is killed; few blocks, so that all of them are soon used."""
     path = tmp_path / "soak.json"
