@@ -55,8 +55,7 @@ def test_counters(metrics: Metrics) -> None:
 
 
 def test_gauges(metrics: Metrics) -> None:
-    metrics.queue_size.set(7)
-    metrics.queue_size.set(3)
+    metrics.queue_size.read = [3, 3].pop
     assert value(metrics, "tgi_queue_size") == metrics.queue_size.value == 3
 
 

@@ -137,7 +137,7 @@ async def serve(
         serving = await stack.enter_async_context(server.serving(sockets))
         services = await stack.enter_async_context(start(config, tracing, state))
         services.watch.report_loss = heartbeat.lost
-        services.metrics.num_lines_dropped = num_lines_dropped
+        services.metrics.log_lines_dropped.read = num_lines_dropped
         app = create_app(config, services, keys)
         await stack.enter_async_context(app.router.lifespan_context(app))
         server.open(app, services)

@@ -12,7 +12,6 @@ from text_generation_router.request import (
     GeneratedText,
     Output,
     PrefillOutput,
-    Timings,
     Token,
     TokenOutput,
 )
@@ -94,7 +93,7 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache; known as soon as there is an output."""
-        return self._entry.num_reused_tokens or 0
+        return self._entry.num_reused_tokens
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
         return self
@@ -113,8 +112,7 @@ class Generation:
             self._allowance.take(num_tokens, time.perf_counter())
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
-            assert last.timings is not None
-            self.ending = Ending(last.generated, self._durations(last.generated, last.timings))
+            self.ending = Ending(last.generated, self._durations(last.generated))
         return outputs
 
     def charge_unread(self) -> None:
@@ -157,13 +155,14 @@ class Generation:
             self.ending,
         )
 
-    def _durations(self, generated: GeneratedText, timings: Timings) -> Durations:
-        now = time.perf_counter()
-        inference_s = now - timings.started
+    def _durations(self, generated: GeneratedText) -> Durations:
+        now, queued, started = time.perf_counter(), self._entry.queued, self._entry.started
+        assert started is not None, "it has generated something"
+        inference_s = now - started
         return Durations(
             total_s=now - self._arrival,
-            validation_s=timings.queued - self._arrival,
-            queue_s=timings.started - timings.queued,
+            validation_s=queued - self._arrival,
+            queue_s=started - queued,
             inference_s=inference_s,
             time_per_token_s=inference_s / max(1, generated.generated_tokens),
         )

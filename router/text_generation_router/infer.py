@@ -319,7 +319,7 @@ class TimeLimits:
     def _refuse(self, entries: Sequence[Entry], seconds: float) -> None:
         """Ends the entries unless one was admitted: then their request has begun, and the others
         may be waiting for that one."""
-        if any(entry.timings is not None for entry in entries):
+        if any(entry.started is not None for entry in entries):
             return
         retry_after_s = self._batcher.queue_retry_s()
         for entry in entries:

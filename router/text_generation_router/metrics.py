@@ -108,12 +108,13 @@ class Gauge(_Metric):
     def __init__(self, description: str, kind: str = "gauge") -> None:
         super().__init__(description)
         self.kind = kind
-        self.value: float = 0
-        """The present reading."""
+        self.read: Callable[[], float] = int
+        """Returns the present number; called when the page is rendered."""
 
-    def set(self, value: float) -> None:
-        """Replaces the reading."""
-        self.value = value
+    @property
+    def value(self) -> float:
+        """The present number."""
+        return self.read()
 
     def samples(self) -> Iterator[str]:
         yield self._sample(self.value, "")
@@ -222,8 +223,8 @@ class Metrics:
         self.request_key_limit = Counter(
             "Requests refused because of a limit per API key", _KEY_LIMIT
         )
-        self.request_preempted = Counter(
-            "Times a request gave its KV blocks back and was queued again"
+        self.request_preempted = Gauge(
+            "Times a request gave its KV blocks back and was queued again", kind="counter"
         )
         self.request_duration = _duration("Arrival to end")
         self.request_validation_duration = _duration("Arrival to queued")
@@ -250,8 +251,6 @@ class Metrics:
         self.log_lines_dropped = Gauge(
             "Log lines dropped because they were not read in time", kind="counter"
         )
-        self.num_lines_dropped: Callable[[], int] = int
-        """Read when the page is."""
         for name, metric in self._families():
             metric.name = f"tgi_{name}"
 
@@ -287,7 +286,6 @@ class Metrics:
 
     def render(self) -> bytes:
         """All series in Prometheus' text format (`CONTENT_TYPE`)."""
-        self.log_lines_dropped.set(self.num_lines_dropped())
         lines = (line for _, family in self._families() for line in family.render())
         ours = "".join(f"{line}\n" for line in lines).encode()
         return ours + generate_latest(self._process)

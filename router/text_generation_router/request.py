@@ -134,14 +134,6 @@ class GeneratedText:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    """Clock readings of one request, `time.perf_counter()` seconds."""
-
-    queued: float
-    started: float
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillOutput:
     """Results about the prompt: its tokens with log-probabilities, or for prompt-only requests a
     hidden state and scores."""
@@ -158,7 +150,7 @@ class PrefillOutput:
 
 
 class TokenOutput(NamedTuple):
-    """One generated token; the last one of a generation has `generated` and `timings`.
+    """One generated token; the last one of a generation has `generated`.
 
     `delta` is the text that can be shown now: without hidden special tokens and, where stop strings
     are left out, without text that may belong to one. The deltas, joined, are `GeneratedText.text`.
@@ -168,7 +160,6 @@ class TokenOutput(NamedTuple):
     delta: str = ""
     top_tokens: tuple[Token, ...] = ()
     generated: GeneratedText | None = None
-    timings: Timings | None = None
 
 
 Output = PrefillOutput | TokenOutput

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.request import FinishReason, Timings, TokenOutput
+from text_generation_router.request import FinishReason, TokenOutput
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
@@ -259,12 +259,6 @@ def test_top_and_prompt_tokens_have_the_text_of_each_id_alone() -> None:
         (0, " one", -1.0),
         (9, "<s>", -2.0),
     ]
-
-
-def test_timings_come_with_the_last_token_only() -> None:
-    answer, timings = Answer(make_request(), TOKENIZER), Timings(1.0, 2.0)
-    assert answer.step(0, -1.0, None, timings=timings).timings is None
-    assert answer.step(0, -1.0, LENGTH, timings=timings).timings is timings
 
 
 @given(

@@ -37,9 +37,6 @@ async def test_one_request() -> None:
     assert outcome.generated.generated_tokens == 5
     assert outcome.generated.seed is None
     assert [output.token.logprob for output in outcome.tokens] == [-0.1 * n for n in range(1, 6)]
-    timings = outcome.tokens[-1].timings
-    assert timings.queued <= timings.started
-    assert [output.timings for output in outcome.tokens[:-1]] == [None] * 4
     assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 4
 
 

@@ -72,7 +72,7 @@ async def test_a_preempted_sequence_shares_again_when_it_comes_back(shares_prefi
         assert outcome.ids == expected_ids(range(9), num)
     # The last two come back with 17 tokens, of which 16 were computed by the first, that writes the
     # same; 8 of them as the prompt.
-    assert rig.metrics.request_preempted.value() == 2
+    assert rig.metrics.request_preempted.value == 2
     assert rig.shards.num_computed == 9 + 3 + 2 * 1
 
 

@@ -101,9 +101,9 @@ async def test_the_pace_is_that_of_the_queue(monkeypatch: pytest.MonkeyPatch) ->
             now += 2
             await collect(entry)
         now += 2
-        await until(lambda: entries[4].timings is not None)
+        await until(lambda: entries[4].started is not None)
         # Five turns in ten seconds, and five wait.
-        waiting = [entry for entry in entries[5:] if entry.timings is None]
+        waiting = [entry for entry in entries[5:] if entry.started is None]
         assert rig.batcher.queue_retry_s() == pytest.approx(2 * len(waiting), abs=2)
         for entry in entries[7:]:
             rig.batcher.cancel(entry)

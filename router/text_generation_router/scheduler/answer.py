@@ -8,7 +8,6 @@ from text_generation_router.request import (
     GeneratedText,
     PrefillOutput,
     Request,
-    Timings,
     Token,
     TokenOutput,
 )
@@ -57,9 +56,8 @@ class Answer:
         logprob: float,
         finish_reason: FinishReason | None,
         top_tokens: tuple[Sequence[int], Sequence[float]] = ((), ()),
-        timings: Timings | None = None,
     ) -> TokenOutput:
-        """The output for the next token; `generated` and `timings` are set if it is the last.
+        """The output for the next token; `generated` is set if it is the last.
 
         `finish_reason` is the shard's. Where stop strings are kept, as in TGI, it wins over a stop
         string, which still cuts the text, and length wins over an end token that is the last one
@@ -102,7 +100,6 @@ class Answer:
             delta,
             self._tokens(*top_tokens),
             None if finish_reason is None else self._generated(finish_reason, match, token_id),
-            None if finish_reason is None else timings,
         )
 
     def _shows(self, special_token: str) -> bool:

@@ -26,7 +26,7 @@ from text_generation_router.errors import (
     ValidationError,
 )
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, Timings
+from text_generation_router.request import Request
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.delivery import Delivery
 from text_generation_router.scheduler.endings import EndingRate
@@ -119,8 +119,9 @@ class Batcher:
         self._waiting_since = -math.inf
         # Set when no more entries are taken, for ever: the error of new requests.
         self._refusal: Callable[[], RouterError] | None = None
+        self._metrics = metrics
         self._meter = Meter(metrics, self._planner, limits)
-        self._delivery = Delivery(self._meter, self._end)
+        self._delivery = Delivery(metrics, self._end)
         # How fast waiting entries are admitted, since the queue was last empty.
         self._admissions = EndingRate()
         shards.on_loss = self._work.set
@@ -158,7 +159,6 @@ class Batcher:
         for entry in entries:
             self._live[entry.id] = entry
             self._planner.queue.append(entry)
-        self._meter.note_queue()
         self._work.set()
         return entries
 
@@ -257,7 +257,6 @@ class Batcher:
             for call in self._calls:
                 call.cancel()
             self._planner.sweep()
-            self._meter.note_load()
             self._task = None
 
     async def _launch_next(self) -> _Step | None:
@@ -275,7 +274,6 @@ class Batcher:
                 break
         batch = self._batch
         plan = planner.plan(None if batch is None else advance)
-        self._meter.note_load()
         if plan is None:
             return None
         if plan.admitted:
@@ -313,14 +311,14 @@ class Batcher:
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         step = _Step(plan, batch_id, task, time.perf_counter())
-        self._meter.note_launch(step.method)
+        self._metrics.batch_inference_count.inc(method=step.method)
         return step
 
     def _note_admission(self, plan: Plan) -> None:
         now = time.perf_counter()
-        newcomers = [entry for entry in plan.admitted if entry.timings is None]
+        newcomers = [entry for entry in plan.admitted if entry.started is None]
         for entry in newcomers:
-            entry.timings = Timings(entry.queued, now)
+            entry.started, entry.num_reused_tokens = now, entry.num_cached_tokens
         self._admissions.end(now, len(newcomers))
         self._meter.note_admission(plan)
 
@@ -331,10 +329,10 @@ class Batcher:
             if not result.is_answer_to(step.plan.asked, step.plan.entries.keys()):
                 raise LostStepError("Server error: the shard answered for other requests")
         except GenerationError as error:
-            self._meter.note_failure(step.method)
+            self._metrics.batch_inference_failure.inc(method=step.method)
             if self._ahead is not None:
                 # Its result is of no use: it builds on the step that failed.
-                self._meter.note_failure(self._ahead.method)
+                self._metrics.batch_inference_failure.inc(method=self._ahead.method)
                 await asyncio.gather(self._ahead.call, return_exceptions=True)
                 self._ahead = None
             await self._fail_step(step, error)
@@ -365,7 +363,6 @@ class Batcher:
             return
         if entry.state is EntryState.QUEUED:
             self._planner.queue.remove(entry)
-            self._meter.note_queue()
         entry.state = EntryState.ENDED
         del self._live[entry.id]
         if error is not None:
@@ -380,8 +377,6 @@ class Batcher:
             lost, resumes = self._planner.lose_blocks(), self._resumes_streams
             for entry, error in not_resumed(lost, shards.error, resumes, self._most_losses):
                 self._end(entry, error)
-            self._meter.note_load()
-            self._meter.note_queue()
             await shards.wait()
 
     async def _drop_rows(self) -> bool:
@@ -402,7 +397,7 @@ class Batcher:
             self._fail(batch.id, list(running.values()), error)
             self._batch = None
             await self._clear(batch.id)
-        self._meter.note_drop(time.perf_counter() - started)
+        self._delivery.drop_s += time.perf_counter() - started
         return True
 
     async def _fail_step(self, step: _Step, error: GenerationError) -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 from text_generation_router.errors import GenerationError, GrammarFailedError, RouterError
+from text_generation_router.metrics import Metrics
 from text_generation_router.request import FinishReason, Output, PrefillOutput
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.meter import Meter, Method
+from text_generation_router.scheduler.meter import Method
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import StepResult
 
@@ -20,10 +22,16 @@ DELIVERIES_PER_TURN = 64
 class Delivery:
     """Makes the text of each step and gives every client its outputs."""
 
-    def __init__(self, meter: Meter, end: Callable[[Entry, RouterError | None], None]) -> None:
+    def __init__(self, metrics: Metrics, end: Callable[[Entry, RouterError | None], None]) -> None:
         """`end` ends an entry, with its error if there is one."""
-        self._meter = meter
+        self._metrics = metrics
         self._end = end
+        self.drop_s = 0.0
+        """Time to drop rows on the shards since the last delivery, which counts it."""
+        # Of the present delivery: times between tokens, and tokens gained by speculation, each with
+        # the number of entries. Most entries of a step have the same.
+        self._gaps: Counter[float] = Counter()
+        self._skipped: Counter[int] = Counter()
 
     async def deliver(self, plan: Plan, result: StepResult, method: Method) -> None:
         """Delivers one step, some entries in each turn of the event loop."""
@@ -40,7 +48,16 @@ class Delivery:
                 self._deliver(entry, tokens, finish_reason, result, now)
             if place % DELIVERIES_PER_TURN == 0:
                 await asyncio.sleep(0)
-        self._meter.note_delivery(method, time.perf_counter() - now)
+        metrics = self._metrics
+        for gap_s, times in self._gaps.items():
+            metrics.request_inter_token_latency_duration.observe(gap_s, times)
+        for num_skipped, times in self._skipped.items():
+            metrics.request_skipped_tokens.observe(num_skipped, times)
+        self._gaps.clear()
+        self._skipped.clear()
+        duration_s = time.perf_counter() - now + self.drop_s
+        metrics.batch_filter_duration.observe(duration_s, method=method)
+        self.drop_s = 0.0
 
     def _deliver(
         self,
@@ -64,11 +81,21 @@ class Delivery:
         for token_id, logprob, top_tokens in tokens:
             num_tokens += 1
             reason = finish_reason if num_tokens == len(tokens) else None
-            output = entry.answer.step(token_id, logprob, reason, top_tokens, entry.timings)
+            output = entry.answer.step(token_id, logprob, reason, top_tokens)
             outputs.append(output)
             if output.generated is not None:
                 self._end(entry, None)
                 break
         entry.deliver(*outputs)
         if not entry.request.is_prompt_only:
-            self._meter.note_tokens(entry, num_tokens, now)
+            self._note_tokens(entry, num_tokens, now)
+
+    def _note_tokens(self, entry: Entry, num_tokens: int, now: float) -> None:
+        if entry.last_delivered is None:
+            self._metrics.request_time_to_first_token_duration.observe(now - entry.queued)
+        else:
+            self._gaps[now - entry.last_delivered] += 1
+        if num_tokens > 1:
+            self._gaps[0.0] += num_tokens - 1
+        entry.last_delivered = now
+        self._skipped[num_tokens - 1] += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from text_generation_router.errors import GenerationError, RouterError
-from text_generation_router.request import Output, Pooling, Request, Timings
+from text_generation_router.request import Output, Pooling, Request
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.prefix_cache import Chain, Tokens
@@ -53,8 +53,8 @@ class Entry:
         """Its tokens when it was admitted; it decodes once all of them are computed."""
         self.num_cached_tokens = 0
         """Of `num_inputs`, those in shared blocks, or written there by its first step."""
-        self.num_reused_tokens: int | None = None
-        """Cached prompt tokens at its first admission, which its client sees. None before."""
+        self.num_reused_tokens = 0
+        """Cached prompt tokens at its first admission, which its client sees."""
         self.chunk_len = 0
         """How many tokens behind the cached ones its first step computes."""
         self.num_computed = 0
@@ -63,8 +63,8 @@ class Entry:
         self.num_losses = 0
         """How often the shards were lost while it ran."""
         self.queued = time.perf_counter()
-        self.timings: Timings | None = None
-        """When it was queued and first admitted; preemption does not change it."""
+        self.started: float | None = None
+        """When it was first admitted; preemption does not change it."""
         self.last_delivered: float | None = None
         """When the client last got a token."""
         self._outputs: list[Output] = []

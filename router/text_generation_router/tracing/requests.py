@@ -234,8 +234,8 @@ class SequenceTrace:
         if self._phase is not None:
             self._phase.add_event("preempted")
             return
-        assert entry.timings is not None, "it was admitted"
-        started = entry.timings.started
+        started = entry.started
+        assert started is not None, "it was admitted"
         self._request.span("queue", entry.queued).end(self._request.ns(started))
         self._phase = self._request.span("prefill", started)
         cached = entry.num_cached_tokens
@@ -260,7 +260,7 @@ class SequenceTrace:
     def end(self, now: float, error_type: str) -> None:
         """The sequence has ended, with an error unless `error_type` is empty."""
         self._has_ended = True
-        if self._phase is None and self._entry.timings is None:
+        if self._phase is None and self._entry.started is None:
             self._phase = self._request.span("queue", self._entry.queued)
         if self._phase is None:
             return
@@ -272,8 +272,8 @@ class SequenceTrace:
     def durations(self, now: float, generated: GeneratedText) -> dict[str, Any]:
         """The durations: with TGI's names, as text, and with vLLM's, in seconds."""
         entry = self._entry
-        assert entry.timings is not None, "it has generated something"
-        queued, started = entry.queued, entry.timings.started
+        queued, started = entry.queued, entry.started
+        assert started is not None, "it has generated something"
         inference_s = now - started
         words = {
             "total_time": now - self._arrival,

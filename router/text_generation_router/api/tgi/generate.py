@@ -178,7 +178,7 @@ class TokenEvents:
 
     def _event(self, output: TokenOutput) -> str:
         self._index += 1
-        token, _, top_tokens, generated, _ = output
+        token, _, top_tokens, generated = output
         if top_tokens or generated is not None:
             return event(self._payload(output)).decode()
         return _TOKEN_EVENT % (
