@@ -4,7 +4,9 @@ TGI has its own form of it, in which the tensors of a request and of its answer 
 UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is the protocol's.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any, cast
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -34,7 +36,6 @@ from text_generation_router.api.platforms.kserve_tensors import (
     TensorRoute,
     is_json,
     packed,
-    shape_complaint,
     written,
 )
 from text_generation_router.api.routes import (
@@ -62,6 +63,7 @@ register_url_convertor("model", _ModelName())
 
 _MODEL = "/v2/models/{model_name:model}"
 _VERSION = f"{_MODEL}/versions/{{model_version}}"
+_MOST_DIMENSIONS = 8
 # The server has one model, in one version; any is taken for it.
 _ONLY_VERSION = "1"
 _SERVER = "text-generation-inference"
@@ -173,7 +175,8 @@ async def kserve_infer(
     outputs = body.outputs or []
     if len(body.inputs) != len(outputs):
         raise LengthMismatchError("Inputs and outputs length mismatch")
-    texts = await _generate_all(body, _texts(body.inputs), request, services)
+    prompts = [text for tensor in body.inputs for text in _texts(tensor)]
+    texts = await _generate_all(body, prompts, request, services)
     made: list[dict[str, Any]] = [
         {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
         for output, text in zip(outputs, map(str.encode, texts), strict=True)
@@ -209,19 +212,17 @@ async def _infer(
     """The protocol's answer. Raises RouterError."""
     check_model(model_name, services)
     names = _output_names(body)
-    sizes = [_num_texts(tensor) for tensor in body.inputs]
-    texts = await _generate_all(body, _texts(body.inputs), request, services)
+    prompts = [_checked_texts(tensor) for tensor in body.inputs]
+    texts = iter(await _generate_all(body, [*chain(*prompts)], request, services))
     answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
     if body.id is not None:
         answer["id"] = body.id
     answer["outputs"] = outputs = []
     binary: list[bytes] = []
-    start = 0
-    for place, (name, size, tensor) in enumerate(zip(names, sizes, body.inputs, strict=True)):
+    for place, (name, asked, tensor) in enumerate(zip(names, prompts, body.inputs, strict=True)):
         shape = [1] if tensor.has_bytes else tensor.shape
         output: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": shape}
-        part = texts[start : start + size]
-        start += size
+        part = list(islice(texts, len(asked)))
         if _is_binary(body, place):
             binary.append(written(part))
             output["parameters"] = {"binary_data_size": len(binary[-1])}
@@ -247,24 +248,41 @@ def _output_names(body: InferenceRequest) -> Sequence[str]:
     return [output.name for output in body.outputs]
 
 
-def _num_texts(tensor: InputTensor) -> int:
-    """How many texts the tensor has. Raises RequestError for one that contradicts itself."""
-    named = f"The input {tensor.name[:64]!r}"
+def _checked_texts(tensor: InputTensor) -> list[str]:
+    """The texts of the tensor. Raises RequestError for one that contradicts itself, and
+    Utf8Error."""
+    named, shape, num = f"The input {tensor.name[:64]!r}", tensor.shape, len(tensor.data)
     is_bytes = tensor.datatype == "UINT8"
     if tensor.datatype != "BYTES" and not is_bytes:
         raise RequestError(
             f"{named} is {tensor.datatype[:16]!r}; send texts as BYTES, or the bytes of one as "
             "UINT8"
         )
-    if not tensor.data:
+    if not num:
         raise RequestError(f"{named} has no elements; send at least one text")
     if is_bytes and not tensor.has_bytes:
         raise RequestError(f"{named} is UINT8 and has texts; send them as BYTES")
     # TGI's clients send the bytes of a text as BYTES, in any shape.
-    is_checked = is_bytes or not tensor.has_bytes
-    if is_checked and (complaint := shape_complaint(tensor.shape, len(tensor.data))):
-        raise RequestError(f"{named}: {complaint}")
-    return 1 if tensor.has_bytes else len(tensor.data)
+    if is_bytes or not tensor.has_bytes:
+        if len(shape) > _MOST_DIMENSIONS:
+            raise RequestError(
+                f"{named}: a tensor can have {_MOST_DIMENSIONS} dimensions. Given: {len(shape)}"
+            )
+        if (expected := math.prod(shape)) != num:
+            raise RequestError(
+                f"{named}: a tensor of shape {shape} has {expected} elements. Given: {num}"
+            )
+    return _texts(tensor)
+
+
+def _texts(tensor: InputTensor) -> list[str]:
+    """Raises Utf8Error."""
+    if not tensor.has_bytes:
+        return cast(list[str], tensor.data)
+    try:
+        return [bytes(cast(list[int], tensor.data)).decode()]
+    except UnicodeDecodeError as error:
+        raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
 
 
 def _is_binary(body: InferenceRequest, place: int) -> bool:
@@ -273,20 +291,6 @@ def _is_binary(body: InferenceRequest, place: int) -> bool:
     if asked is not None and asked.binary_data is not None:
         return asked.binary_data
     return bool(body.parameters.binary_data_output)
-
-
-def _texts(tensors: Sequence[InputTensor]) -> list[str]:
-    """The prompts. Raises Utf8Error."""
-    texts: list[str] = []
-    for tensor in tensors:
-        if not tensor.has_bytes:
-            texts += cast(list[str], tensor.data)
-            continue
-        try:
-            texts.append(bytes(cast(list[int], tensor.data)).decode())
-        except UnicodeDecodeError as error:
-            raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
-    return texts
 
 
 async def _generate_all(
@@ -299,18 +303,13 @@ async def _generate_all(
     parameters: GenerateParametersBody = body.parameters
     if body.parameters.model_fields_set and body.parameters.model_fields_set <= PROTOCOLS:
         parameters = GenerateParametersBody(do_sample=True)
-    asked = [GenerateRequest(inputs=prompt, parameters=parameters) for prompt in prompts]
-    return await unless_disconnected(
-        request, gather_or_cancel(_generate(one, services) for one in asked)
-    )
 
+    async def generate(prompt: str) -> str:
+        asked = GenerateRequest(inputs=prompt, parameters=parameters).to_parameters()
+        answer = generate_answer(*await services.infer.generate_best_of(asked), asked)
+        return cast(str, answer["generated_text"])
 
-async def _generate(request: GenerateRequest, services: Services) -> str:
-    asked = request.to_parameters()
-    best, others = await services.infer.generate_best_of(asked)
-    text = generate_answer(best, others, asked)["generated_text"]
-    assert isinstance(text, str)
-    return text
+    return await unless_disconnected(request, gather_or_cancel(map(generate, prompts)))
 
 
 def respond(request: Request, error: Exception) -> Response:

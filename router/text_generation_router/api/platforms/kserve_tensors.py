@@ -6,9 +6,8 @@ the JSON is, and `binary_data_size` of a tensor how many bytes behind it are its
 a BYTES tensor is its length, four bytes with the lowest first, and its bytes.
 """
 
-import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refus
 
 HEADER_LENGTH = "inference-header-content-length"
 _BINARY = "application/octet-stream"
-_MOST_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
 
 
@@ -142,16 +140,6 @@ class TensorRoute(JsonRoute):
         return partial(_parsed_with_tensors, json_length=int(given))
 
 
-def shape_complaint(shape: Sequence[int], num_elements: int) -> str | None:
-    """What is wrong with a shape for this number of elements."""
-    if len(shape) > _MOST_DIMENSIONS:
-        return f"a tensor can have {_MOST_DIMENSIONS} dimensions. Given: {len(shape)}"
-    expected = math.prod(shape)
-    if expected == num_elements:
-        return None
-    return f"a tensor of shape {list(shape)} has {expected} elements. Given: {num_elements}"
-
-
 def written(texts: Iterable[str]) -> bytes:
     """The elements of a BYTES tensor in binary form."""
     elements = (text.encode() for text in texts)
@@ -207,30 +195,24 @@ def _elements(tensor: dict[str, Any], data: memoryview) -> list[str] | list[int]
     """The texts of a BYTES tensor; the bytes of any other. Raises BodyError."""
     if tensor.get("datatype") != "BYTES":
         return list(data)
-    texts = []
-    for element in _cut(tensor, data):
-        try:
-            texts.append(str(element, "utf-8"))
-        except UnicodeDecodeError as error:
-            raise BodyError(
-                400,
-                f"{_named(tensor)} must be texts in UTF-8; element {len(texts)} is not: {error}",
-            ) from None
-    return texts
-
-
-def _cut(tensor: dict[str, Any], data: memoryview) -> Iterator[memoryview]:
-    start = num = 0
+    texts: list[str] = []
+    start = 0
     while start < len(data):
-        num += 1
-        if num > MAX_ITEMS:
+        if len(texts) == MAX_ITEMS:
             raise BodyError(400, f"{_named(tensor)} has more than {MAX_ITEMS} elements; send fewer")
         begin = start + _LENGTH.size
         end = begin + (_LENGTH.unpack(data[start:begin])[0] if begin <= len(data) else 0)
         if max(begin, end) > len(data):
             raise BodyError(400, f"{_named(tensor)} ends within an element")
-        yield data[begin:end]
+        try:
+            texts.append(str(data[begin:end], "utf-8"))
+        except UnicodeDecodeError as error:
+            raise BodyError(
+                400,
+                f"{_named(tensor)} must be texts in UTF-8; element {len(texts)} is not: {error}",
+            ) from None
         start = end
+    return texts
 
 
 def _named(tensor: dict[str, Any]) -> str:
