@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.answers import float32
 from text_generation_router.api.openai.schemas import SamplingBody
-from text_generation_router.api.openai.stream import Chunk, ChunkWriter
+from text_generation_router.api.openai.stream import ChunkWriter
 from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
 from text_generation_router.errors import GenerationError
@@ -91,10 +91,9 @@ def test_last_token_event(full: bool, details: bool) -> None:
 def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     head.pop("choices", None)
     head["id"] = "%b"
-    expected = [
-        b"data: " + orjson.dumps(head | {"choices": [choice]}) + b"\n\n" for choice in choices
-    ]
-    assert ChunkWriter(head, SamplingBody()).chunks(map(Chunk, choices)) == b"".join(expected)
+    chunks = [{"choices": [choice]} for choice in choices]
+    expected = [b"data: " + orjson.dumps(head | chunk) + b"\n\n" for chunk in chunks]
+    assert ChunkWriter(head, SamplingBody()).chunks(chunks) == b"".join(expected)
 
 
 async def test_a_stream_wakes_up_once_for_all_that_is_ready() -> None:

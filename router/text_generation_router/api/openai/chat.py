@@ -25,7 +25,6 @@ from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import STREAM, ChatCompletion, ChatCompletionChunk
 from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.openai.stream import (
-    Chunk,
     Json,
     PromptEntries,
     usage,
@@ -119,9 +118,9 @@ class ChoiceStream:
         # Ids of the tokens since the last chunk.
         self._new_ids: list[int] = []
 
-    def chunks(self, steps: Sequence[ChatStep]) -> list[Chunk]:
+    def chunks(self, steps: Sequence[ChatStep]) -> list[Json]:
         """What is new with the steps; nothing if all of it is reasoning that was not asked for."""
-        chunks: list[Chunk] = []
+        chunks: list[Json] = []
         body = self._body
         if not self._has_role:
             self._has_role = True
@@ -148,18 +147,18 @@ class ChoiceStream:
             return _scored(step, self._trail)
         return ((event, ()) for event in step.events)
 
-    def _first(self, delta: Json) -> Chunk:
+    def _first(self, delta: Json) -> Json:
         """The chunk in front of all tokens."""
         more: Json = {}
         if self._body.return_token_ids:
             more["prompt_token_ids"] = self._generation.prompt_ids
-        return Chunk(self._choice(delta), more | self._usage())
+        return {"choices": [self._choice(delta)], **more, **self._usage()}
 
-    def _chunk(self, choice: Json) -> Chunk:
+    def _chunk(self, choice: Json) -> Json:
         """A chunk with the ids of all tokens since the previous chunk."""
         if self._body.return_token_ids:
             choice["token_ids"], self._new_ids = self._new_ids, []
-        return Chunk(choice, self._usage())
+        return {"choices": [choice], **self._usage()}
 
     def _usage(self) -> Json:
         """That of this choice so far, if each chunk has it."""

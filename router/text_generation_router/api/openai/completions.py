@@ -249,9 +249,9 @@ class _ChoiceStream:
         self._new_ids: list[int] = []
         self._is_first = True
 
-    def chunks(self, outputs: Sequence[Output]) -> list[stream.Chunk]:
+    def chunks(self, outputs: Sequence[Output]) -> list[stream.Json]:
         """What is new with the outputs: no chunk where all of it is held back."""
-        chunks: list[stream.Chunk] = []
+        chunks: list[stream.Json] = []
         for output in outputs:
             assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
             if self._body.logprobs is not None:
@@ -270,7 +270,7 @@ class _ChoiceStream:
                 chunks.append(self._chunk(last))
         return chunks
 
-    def _chunk(self, choice: stream.Json) -> stream.Chunk:
+    def _chunk(self, choice: stream.Json) -> stream.Json:
         """A chunk, with the ids and the usage of all tokens since the previous chunk."""
         made, more = self._generation, {}
         if self._body.return_token_ids:
@@ -280,7 +280,7 @@ class _ChoiceStream:
         if self._body.tells_usage:
             so_far = stream.usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)
             more = {"usage": so_far}
-        return stream.Chunk(choice, more)
+        return {"choices": [choice], **more}
 
     def _choice(self, text: str, finish_reason: str | None) -> stream.Json:
         logprobs: stream.Json | None = None

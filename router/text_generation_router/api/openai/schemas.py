@@ -163,7 +163,14 @@ class CompletionRequest(VllmBody, SamplingBody):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None, description="Generate this many texts and return the `n` likeliest."
     )
-    suffix: str | None = Field(default=None, description="Not supported.")
+    suffix: Annotated[
+        str | None,
+        refuses(
+            "",
+            sentence="Suffix is not supported and can be achieved by preprocessing the prompt.",
+        ),
+        NOT_SUPPORTED,
+    ] = None
     response_format: ResponseFormatBody | None = Field(
         default=None, description="What the text has to look like, as in chats."
     )
@@ -175,15 +182,6 @@ class CompletionRequest(VllmBody, SamplingBody):
         if prompt == []:
             raise ValueError("Empty array detected. Do not use an empty array for the prompt.")
         return prompt
-
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, suffix: str | None) -> str | None:
-        if suffix:
-            raise ValueError(
-                "Suffix is not supported and can be achieved by preprocessing the prompt."
-            )
-        return suffix
 
     @field_validator("best_of")
     @classmethod

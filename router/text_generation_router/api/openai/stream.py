@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
@@ -21,13 +21,6 @@ Item = TypeVar("Item")
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
-
-
-class Chunk(NamedTuple):
-    """One chunk of a stream: its choice, and what else it has."""
-
-    choice: Json
-    more: Json | None = None
 
 
 def envelope(prefix: str, kind: str, services: Services, request_id: str | None = None) -> Json:
@@ -49,21 +42,18 @@ class ChunkWriter:
         if body.includes_usage and not body.tells_usage:
             head = head | {"usage": None}
         self._head = head
-        self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._before = b"data: " + orjson.dumps(head)[:-1] + b","
 
-    def chunks(self, chunks: Iterable[Chunk]) -> bytes:
-        """The chunks, for one write."""
-        return b"".join(map(self._written, chunks))
+    def chunks(self, chunks: Iterable[Json]) -> bytes:
+        """The chunks, for one write; each is its choice, and what else it has."""
+        before = self._before
+        return b"".join([before + orjson.dumps(chunk)[1:] + b"\n\n" for chunk in chunks])
 
     def end(self, usage: Callable[[], Json]) -> bytes:
         """What comes behind the last choice: the usage of all, if it is asked for."""
         if not self._has_usage:
             return DONE
         return event(self._head | {"choices": [], "usage": usage()}) + DONE
-
-    def _written(self, chunk: Chunk) -> bytes:
-        more = b"}" if not chunk.more else b"," + orjson.dumps(chunk.more)[1:]
-        return b"%b%b]%b\n\n" % (self._before, orjson.dumps(chunk.choice), more)
 
 
 def usage(

@@ -213,14 +213,14 @@ def _check_include(include: list[str] | None) -> list[str] | None:
     return include
 
 
-def _refuse_memory(value: Any) -> None:
-    if value is not None:
-        raise ValueError(
-            "is not supported, since nothing is stored here; send the whole conversation in `input`"
-        )
-
-
-_Memory = Annotated[Any, AfterValidator(_refuse_memory), NOT_SUPPORTED]
+_Memory = Annotated[
+    Any,
+    refuses(
+        sentence="is not supported, since nothing is stored here; send the whole conversation in "
+        "`input`"
+    ),
+    NOT_SUPPORTED,
+]
 
 
 class ResponsesRequest(Body):
