@@ -16,6 +16,7 @@ from text_generation_router import LLM, SamplingParams
 
 from integration_tests.checkpoints import write_checkpoint
 from integration_tests.conftest import Launch
+from integration_tests.marks import at_night
 from integration_tests.server import (
     SCRIPTS,
     LauncherHandle,
@@ -142,7 +143,7 @@ def test_shards_answer_as_one(name: str, tmp_path: Path) -> None:
         assert_alike(answers, expected, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [2, *at_night(4)])
 def test_deterministic_shards_have_the_same_bits(tiny_model_path: Path, count: int) -> None:
     expected, found = answers_of(
         tiny_model_path, (count,), "--dtype", "bfloat16", "--deterministic"
@@ -150,7 +151,7 @@ def test_deterministic_shards_have_the_same_bits(tiny_model_path: Path, count: i
     assert_alike(found, expected, None)
 
 
-@pytest.mark.parametrize("quantize", [pytest.param("int8", marks=pytest.mark.nightly), "int4"])
+@pytest.mark.parametrize("quantize", ["int4", *at_night("int8")])
 def test_quantised_shards_answer_as_one(tiny_model_path: Path, quantize: str) -> None:
     expected, found = answers_of(tiny_model_path, (2,), "--quantize", quantize)
     for name in ("greedy", "again"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Launch
+from integration_tests.marks import at_night
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "integration_tests" / "small_device.py"
@@ -28,7 +29,7 @@ def test_it_is_small_and_imports_the_protocol_alone() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("qwen3", "mistral"))],
+    ["llama3", *at_night("qwen3", "mistral")],
 )
 def test_it_serves(
     family: str, launch: Launch, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 from integration_tests.conformance.transcript import API_KEY
+from integration_tests.marks import at_night
 from integration_tests.server import LauncherHandle, running
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +37,7 @@ def small_server() -> Iterator[LauncherHandle]:
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize("phase", [pytest.param("coverage", marks=pytest.mark.nightly), "fuzzing"])
+@pytest.mark.parametrize("phase", ["fuzzing", *at_night("coverage")])
 def test_every_answer_is_documented(
     small_server: LauncherHandle, tmp_path: Path, phase: str
 ) -> None:

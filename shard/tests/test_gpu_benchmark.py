@@ -43,6 +43,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_all_sections_are_measured(report: dict[str, Any]) -> None:
     assert report["status"] == 0 and not report["failed"] and not report["left_out"]
     assert {"gpu", "driver", "torch", "triton", "commit"} <= report.keys()
@@ -50,6 +51,7 @@ def test_all_sections_are_measured(report: dict[str, Any]) -> None:
     assert len(sections) == 16 and all(value > 0 for value in report["limits"].values())
 
 
+@pytest.mark.nightly
 def test_our_kernels_have_errors_and_shares(report: dict[str, Any]) -> None:
     measured = ("decode", "prefill", "kernels", "matrices")
     own = [one for one in report["records"] if one["section"] in measured]
@@ -60,6 +62,7 @@ def test_our_kernels_have_errors_and_shares(report: dict[str, Any]) -> None:
         assert any(kernel in one["name"] for one in own)
 
 
+@pytest.mark.nightly
 def test_an_engine_is_measured_as_on_a_gpu(report: dict[str, Any]) -> None:
     """The goals are of figures that are there."""
     found = {(one["section"], name) for one in report["records"] for name in one}
@@ -76,6 +79,7 @@ def test_an_engine_is_measured_as_on_a_gpu(report: dict[str, Any]) -> None:
     assert all(soak[name] > 0 for name in ("preempted", "cancelled", "with_grammar"))
 
 
+@pytest.mark.nightly
 def test_what_is_refused_is_a_sentence(report: dict[str, Any]) -> None:
     refused = [one for one in report["records"] if "refused" in one]
     assert any("varlen_attn" in one["name"] for one in refused)

@@ -23,7 +23,7 @@ from shard.tests.random_grammars import Schema, regular_expressions, schemas
 pytestmark = pytest.mark.slow
 
 EXAMPLES = settings(
-    max_examples=500,
+    max_examples=2 * settings().max_examples,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -17,6 +17,8 @@ from text_generation_shard.device.cpu.kernels.llvm import (
 )
 from text_generation_shard.device.cpu.kernels.vector import aligned
 
+from integration_tests.marks import at_night
+
 LOOKS = 200_000_000
 """Seconds, for tests that would otherwise hang."""
 
@@ -111,9 +113,7 @@ def _go(
         assert not comer.is_alive()
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))]
-)
+@pytest.mark.parametrize("seed", [0, *at_night(*range(1, 4))])
 @pytest.mark.slow
 def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
     """For any number of threads, with pauses anywhere, on a reused board. Phases without items are
