@@ -7,17 +7,25 @@ import pytest
 import torch
 
 from integration_tests.checkpoints import FAMILIES
+from integration_tests.marks import at_night
 from integration_tests.oracle import Oracle, ragged_prompts
 from shard.tests.driver import Driver, load_engine
 
 pytestmark = pytest.mark.slow
 
 PIECES = (4096, 37)
+# Biases, rotations, windows, layers without rotation, fused projections, multipliers, several files.
+BY_DAY = (
+    *("llama3", "llama-bias", "llama-yarn", "llama-sharded", "qwen3", "smollm3-sliding"),
+    *("phi3-longrope", "granite"),
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize(
+    "family", [*BY_DAY, *at_night(*(name for name in FAMILIES if name not in BY_DAY))]
+)
 def test_equals_transformers(family: str, device: str, checkpoint: Callable[[str], Path]) -> None:
     """16 ragged prompts, four at first, the others joining two steps apart; 4 to 24 new tokens."""
     path = checkpoint(family)
