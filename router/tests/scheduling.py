@@ -18,6 +18,8 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.shards import Advance
 from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
@@ -42,6 +44,11 @@ def make_request(
     """A greedy request; `options` are fields of Request."""
     stopping = StoppingCriteria(max_new_tokens, stop_sequences=stop)
     return replace(Request(tuple(prompt), Sampling(), stopping), **options)
+
+
+def make_decode(num_prompt_tokens: int = 0, is_ahead: bool = False) -> Plan:
+    """The plan of a Decode in which a row computes that much of its prompt."""
+    return Plan([], Advance(is_ahead=is_ahead), {}, {1: num_prompt_tokens}, frozenset())
 
 
 @dataclass(frozen=True)

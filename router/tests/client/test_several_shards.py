@@ -19,6 +19,7 @@ from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.client.test_shards import CALLS, Rank, serving
 from router.tests.client.test_translate import make_entry
+from router.tests.scheduling import make_decode
 from router.tests.waiting import until
 
 
@@ -142,7 +143,7 @@ async def test_a_silent_rank_ends_all_that_is_under_way(tmp_path: Path) -> None:
     async with serving(tmp_path, 2) as (client, ranks):
         client.answer_s, ranks[1].delay_s = 0.05, 3600
         watched = WatchedShards(client)
-        steps = [watched.decode([3], Advance(is_ahead=ahead)) for ahead in (False, True)]
+        steps = [watched.step(make_decode(is_ahead=ahead), 3) for ahead in (False, True)]
         outcomes = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 5)
         sentence = "Server error: shard 1 did not answer, though others have: stopped, or hung"
         assert watched.verdict == sentence
@@ -200,7 +201,7 @@ async def test_the_silent_rank_is_named_in_the_log(
         ranks[1].delay_s = 3600
         watched = WatchedShards(client, num_questions=2)
         with pytest.raises(LostStepError) as caught:
-            await asyncio.wait_for(watched.decode([3], Advance()), 5)
+            await asyncio.wait_for(watched.step(make_decode(), 3), 5)
         assert watched.verdict is not None and watched.verdict.startswith("The shards have not ans")
         assert watched.detail == "Server error: shard 1: Deadline Exceeded"
         assert "shard 1" not in caught.value.message and "shard 1" in str(caught.value)

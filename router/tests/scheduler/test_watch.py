@@ -8,7 +8,6 @@ from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
 from text_generation_router.scheduler.shards import (
-    Advance,
     LostStepError,
     StepResult,
 )
@@ -18,6 +17,7 @@ from router.tests.scheduling import (
     FakeShards,
     collect,
     expected_ids,
+    make_decode,
     make_request,
     make_rig,
     running,
@@ -119,7 +119,7 @@ async def test_hung_shards_are_given_up_for_good(
     assert asyncio.get_running_loop().time() - began == pytest.approx(lasted_s)
     assert watched.verdict == verdict and told == [verdict]
     shards.call_s = 0.0
-    for call in (watched.decode([1], Advance()), watched.filter_batch(1, [1]), watched.health()):
+    for call in (watched.step(make_decode(), 1), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):
             await call
 
@@ -173,12 +173,9 @@ class Slow(FakeShards):
 
     call_s = 0.0
 
-    async def prefill(self, *_: object) -> StepResult:
+    async def decode(self, *_: object) -> StepResult:
         await asyncio.sleep(self.call_s)
         return StepResult((), (), (), (), None)
-
-    async def decode(self, *_: object) -> StepResult:
-        return await self.prefill()
 
 
 async def test_a_call_waits_for_the_one_before() -> None:
@@ -186,26 +183,24 @@ async def test_a_call_waits_for_the_one_before() -> None:
     shards = Slow()
     watched = WatchedShards(shards, StepDeadlines.fixed(0.3))
     shards.call_s = 0.2
-    first = asyncio.create_task(watched.decode([1], Advance()))
+    first = asyncio.create_task(watched.step(make_decode(), 1))
     await asyncio.sleep(0)
     shards.call_s = 0.4
-    second = asyncio.create_task(watched.decode([1], Advance()))
+    second = asyncio.create_task(watched.step(make_decode(), 1))
     await asyncio.gather(first, second)
     assert watched.verdict is None
     with pytest.raises(LostStepError):
-        await watched.decode([1], Advance())
+        await watched.step(make_decode(), 1)
 
 
 async def test_a_prompt_gives_a_step_more_time() -> None:
     shards = Slow()
     shards.call_s = 0.15
     watched = WatchedShards(shards, StepDeadlines(least_s=0.05, token_s=0.01))
-    entry = make_rig(FakeShards()).batcher.submit(make_request(range(40)))
-    await watched.prefill(1, [entry], None)
-    await watched.decode([1], Advance(chunks=[(entry.id, 40)]))
+    await watched.step(make_decode(40), 1)
     with pytest.raises(LostStepError, match=r"within 0\.2 s"):
         shards.call_s = 3600.0
-        await watched.decode([1], Advance(chunks=[(entry.id, 20)]))
+        await watched.step(make_decode(20), 1)
 
 
 def test_how_long_a_step_may_take() -> None:

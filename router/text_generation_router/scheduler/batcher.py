@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -279,13 +279,10 @@ class Batcher:
         if plan.admitted:
             self._note_admission(plan)
             batch_id = next(self._batch_ids)
-            cached_id = None if batch is None else batch.id
-            call = self._shards.prefill(batch_id, plan.admitted, cached_id, plan.advance)
         else:
-            assert batch is not None and plan.advance is not None
+            assert batch is not None, "it decodes rows"
             batch_id = batch.id
-            call = self._shards.decode([batch_id], plan.advance)
-        step = self._launch(plan, batch_id, call)
+        step = self._launch(plan, batch_id, None if batch is None else batch.id)
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
         return step
@@ -301,13 +298,10 @@ class Batcher:
         if (wait_s := began + self._decode_s - AHEAD_S - time.perf_counter()) > 0:
             await asyncio.wait({step.call}, timeout=wait_s)
         plan = None if step.call.done() else self._planner.plan_ahead(step.plan)
-        if plan is None:
-            return None
-        assert plan.advance is not None
-        return self._launch(plan, step.batch_id, self._shards.decode([step.batch_id], plan.advance))
+        return None if plan is None else self._launch(plan, step.batch_id, step.batch_id)
 
-    def _launch(self, plan: Plan, batch_id: int, call: Coroutine[Any, Any, StepResult]) -> _Step:
-        task = asyncio.create_task(call)
+    def _launch(self, plan: Plan, batch_id: int, cached_id: int | None) -> _Step:
+        task = asyncio.create_task(self._shards.step(plan, batch_id, cached_id))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         step = _Step(plan, batch_id, task, time.perf_counter())

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from text_generation_router.errors import GenerationError, UnhealthyError
 from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
-from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
-    Advance,
     CachedBatch,
     GoneShardError,
     GrammarResult,
@@ -118,26 +117,18 @@ class WatchedShards:
 
     # ---- Calls ----
 
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
+    async def step(
+        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None, trace_context: str = ""
     ) -> StepResult:
-        """See `Shards.prefill`."""
-        num_tokens = sum(map(_num_new_tokens, entries)) + _num_prompt_tokens(advance)
-        shards = self._present()
-        call = shards.prefill(batch_id, entries, cached_batch_id, advance, trace_context)
-        return await self._watched(call, num_tokens)
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        """See `Shards.decode`."""
-        call = self._present().decode(batch_ids, advance, trace_context)
-        return await self._watched(call, _num_prompt_tokens(advance))
+        """A Prefill if there are new rows, or else a Decode; see `Shards`."""
+        shards, advance = self._present(), plan.advance
+        if plan.admitted:
+            entries = plan.admitted
+            call = shards.prefill(batch_id, entries, cached_batch_id, advance, trace_context)
+        else:
+            assert advance is not None, "a step without newcomers has rows"
+            call = shards.decode([batch_id], advance, trace_context)
+        return await self._watched(call, sum(plan.chunks.values()))
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
@@ -367,15 +358,3 @@ class WatchedShards:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _num_new_tokens(entry: Entry) -> int:
-    """Scheduled tokens of an entry that joins."""
-    return entry.chunk_len or len(entry.input_ids) - entry.num_cached_tokens
-
-
-def _num_prompt_tokens(advance: Advance | None) -> int:
-    """Scheduled prompt tokens of running rows."""
-    if advance is None or not advance.chunks:
-        return 0
-    return sum(num_tokens for _, num_tokens in advance.chunks)

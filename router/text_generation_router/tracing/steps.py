@@ -8,8 +8,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, set_span_in_context
 from text_generation_process.tracing import SERVICE, end_span, traceparent
 
-from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.shards import CachedBatch, StepResult
 from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tracing.requests import SequenceTrace, TracedRequests
 
@@ -35,44 +35,29 @@ class TracedShards(WatchedShards):
         self._rows: dict[int, SequenceTrace] = {}
         self._last_span = 0.0
 
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
+    async def step(
+        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None, trace_context: str = ""
     ) -> StepResult:
-        """See `Shards.prefill`. The trace context is the span's."""
-        if cached_batch_id is None:
+        """See `WatchedShards.step`. The trace context is the span's."""
+        if plan.advance is None:
             self._rows.clear()  # the others are gone, perhaps with lost shards
         found = self._requests.sequences
-        new = {entry.id: found[entry.id] for entry in entries if entry.id in found}
+        new = {entry.id: found[entry.id] for entry in plan.admitted if entry.id in found}
         for sequence in new.values():
             sequence.enter()
         self._rows |= new
-        began, span = time.time_ns(), self._begin_span("Prefill", advance, new.keys())
+        method, began = "Prefill" if plan.admitted else "Decode", time.time_ns()
+        inside = [s for i, s in self._rows.items() if s.is_decoding or i in plan.chunks]
+        is_time = time.monotonic() - self._last_span > EVERY_S
+        has_span = is_time or any(sequence.is_fresh for sequence in inside)
+        span = self._span(method, began, inside) if has_span else None
         try:
-            context = traceparent(span)
-            result = await super().prefill(batch_id, entries, cached_batch_id, advance, context)
+            result = await super().step(plan, batch_id, cached_batch_id, traceparent(span))
         except BaseException as error:
             self._forget(new)
             end_span(span, error)
             raise
-        self._settle("Prefill", began, span, result)
-        return result
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        """See `Shards.decode`. The trace context is the span's."""
-        began, span = time.time_ns(), self._begin_span("Decode", advance)
-        try:
-            result = await super().decode(batch_ids, advance, traceparent(span))
-        except BaseException as error:
-            end_span(span, error)
-            raise
-        self._settle("Decode", began, span, result)
+        self._settle(method, began, span, result)
         return result
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
@@ -80,17 +65,6 @@ class TracedShards(WatchedShards):
         batch = await super().filter_batch(batch_id, request_ids)
         self._forget(self._rows.keys() - set(batch.request_ids))
         return batch
-
-    def _begin_span(
-        self, method: str, advance: Advance | None, new_ids: Iterable[int] = ()
-    ) -> Span | None:
-        """The span of a step that is about to be sent; None: it gets none."""
-        computing = {*new_ids, *(i for i, _ in (advance.chunks if advance is not None else ()))}
-        inside = [s for i, s in self._rows.items() if s.is_decoding or i in computing]
-        is_time = time.monotonic() - self._last_span > EVERY_S
-        if is_time or any(sequence.is_fresh for sequence in inside):
-            return self._span(method, time.time_ns(), inside)
-        return None
 
     def _span(self, method: str, began: int, inside: Sequence[SequenceTrace]) -> Span | None:
         """The span of a step; None: all sequences in it have ended."""
