@@ -35,7 +35,7 @@ async def test_a_batch_is_one_prefill_and_the_steps_behind_it(tmp_path: Path):
     run = await bench.run(Shape(3, 20, 5))
     assert run.prefill_s > 0 and len(run.decode_s) == 4
     assert not shards.rows
-    tables = [entry.block_table.block_ids for entry in seen]
+    tables = [entry.block_table for entry in seen]
     assert len({block for table in tables for block in table}) == 6, "25 tokens take two blocks"
     assert len({entry.input_ids for entry in seen}) == 3
     assert all(len(entry.input_ids) == 20 for entry in seen)

@@ -259,7 +259,7 @@ class FakeShards:
         assert num_cached % self.block_size == 0 and 0 <= num_cached < len(ids)
         assert not (num_cached and entry.needs_all_computed)
         assert 0 <= entry.chunk_len <= len(ids) - num_cached
-        table = list(entry.block_table.block_ids)
+        table = list(entry.block_table)
         assert len(set(table)) == len(table) and set(table) <= set(range(self.num_blocks))
         assert len(ids) < len(table) * self.block_size, "no room for the next token"
         is_new = not entry.token_ids

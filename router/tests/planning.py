@@ -48,8 +48,7 @@ class Desk:
     def plan(self) -> Plan | None:
         """The next step."""
         self.planner.sweep()
-        advance = self.planner.advance()
-        plan = self.planner.plan(advance if self.planner.running else None)
+        plan = self.planner.plan(self.planner.grow())
         self.planner.integrity()
         return plan
 

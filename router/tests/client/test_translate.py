@@ -8,7 +8,6 @@ from text_generation_proto import pb
 from text_generation_router.client import translate
 from text_generation_router.request import FinishReason, Pooling, Request, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch
 
@@ -41,7 +40,7 @@ REQUEST = Request(
 
 def make_entry() -> Entry:
     entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
-    entry.block_table = BlockTable(16, [4, 2])
+    entry.block_table = [4, 2]
     entry.num_cached_tokens = 2
     entry.chunk_len = 1
     return entry

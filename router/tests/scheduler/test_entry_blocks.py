@@ -15,7 +15,7 @@ def test_blocks_are_shared_in_the_step_that_writes_them() -> None:
         desk.submit([*range(8), 50 + end])
     plan = desk.plan()
     assert plan.chunks == {0: 9, 1: 1, 2: 1}
-    tables = [entry.block_table.block_ids for entry in plan.admitted]
+    tables = [entry.block_table for entry in plan.admitted]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     assert desk.planner.blocks.allocator.num_used == 2 + 3
@@ -30,7 +30,7 @@ def test_a_joining_entry_shares_blocks_of_a_running_prompt() -> None:
     desk.submit(range(14))
     assert desk.step().chunks == {1: 8}
     assert desk.plan().chunks == {1: 5, 2: 2}
-    ours, theirs = (desk.planner.running[i].block_table.block_ids for i in (1, 2))
+    ours, theirs = (desk.planner.running[i].block_table for i in (1, 2))
     assert ours[:3] == theirs[:3] and ours[3] != theirs[3]
 
 
@@ -109,7 +109,7 @@ def test_cache_salts_share_nothing_in_a_step_or_later(shares_prefixes: bool) -> 
     else:
         assert desk.step().chunks == dict.fromkeys(range(4, 9), 9)
     tables = [entry.block_table for entry in again]
-    held = [set(table.block_ids) for table in tables if table is not None]
+    held = [set(table) for table in tables if table is not None]
     assert not held[0] & held[1] and not held[0] & held[3]
     desk.planner.integrity()
 

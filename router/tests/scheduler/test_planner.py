@@ -93,7 +93,7 @@ def test_no_draft_tokens_behind_the_end_of_a_text() -> None:
     entry = desk.submit((1, 2, 3), 9)
     desk.step()
     desk.step(num_tokens=3)
-    assert len(entry.block_table.block_ids) == 3 and entry.num_computed == 6
+    assert len(entry.block_table) == 3 and entry.num_computed == 6
 
 
 def test_the_newest_is_preempted_and_finds_its_blocks_again() -> None:

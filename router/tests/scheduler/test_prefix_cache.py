@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
-from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache
+from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache
 
 BLOCK_SIZE = 2
 
@@ -26,7 +26,7 @@ class Shelf:
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The blocks that hold its beginning."""
-        return self.cache.match(salt, blocks_of(tokens), PendingBlocks())[0]
+        return self.cache.match(salt, blocks_of(tokens), {})[0]
 
     def fits(self, tokens: Sequence[int], salt: str = "") -> bool:
         """Whether there is room for a text and one token."""
@@ -36,11 +36,11 @@ class Shelf:
 
     def write(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
         """A table with the text, all of it published."""
-        shared, chain = self.cache.match(salt, blocks_of(tokens), PendingBlocks())
+        shared, chain = self.cache.match(salt, blocks_of(tokens), {})
         table = self.allocator.allocate(len(tokens) + 1, shared)
         self.tables.append(table)
         unknown = blocks_of(tokens)[chain.num_blocks :]
-        self.cache.publish(chain, unknown, table.block_ids[chain.num_blocks :])
+        self.cache.publish(chain, unknown, table[chain.num_blocks :])
         return table
 
     def release(self, table: BlockTable) -> None:
@@ -60,9 +60,9 @@ def test_tokens_are_compared_and_not_only_hashed() -> None:
 
     shelf = Shelf(10)
     table = shelf.allocator.allocate(5)
-    shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4], Collides), table.block_ids)
+    shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4], Collides), table)
     for tokens, num in [([1, 3], 0), ([1, 2, 4, 3], 1), ([1, 2, 3, 4], 2)]:
-        found, _ = shelf.cache.match("", blocks_of(tokens, Collides), PendingBlocks())
+        found, _ = shelf.cache.match("", blocks_of(tokens, Collides), {})
         assert len(found) == num
 
 
@@ -72,8 +72,8 @@ def test_two_who_write_the_same_at_once() -> None:
     tables = [shelf.allocator.allocate(7) for _ in range(2)]
     shelf.tables += tables
     for table in tables:
-        shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids)
-    assert shelf.match([1, 2, 3, 4]) == tables[0].block_ids[:2]
+        shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4]), table)
+    assert shelf.match([1, 2, 3, 4]) == tables[0][:2]
     shelf.release(tables[1])
     assert len(shelf.cache) == 2 and shelf.allocator.num_used == 4
     shelf.integrity()
@@ -86,15 +86,15 @@ def test_nothing_is_found_behind_an_evicted_block() -> None:
     chain = Chain("")
     second = shelf.allocator.allocate(5)
     shelf.tables.append(second)
-    shelf.cache.publish(chain, blocks_of([1, 2, 3, 4]), second.block_ids)
-    assert shelf.match([1, 2, 3, 4]) == [first.block_ids[0], second.block_ids[1]]
+    shelf.cache.publish(chain, blocks_of([1, 2, 3, 4]), second)
+    assert shelf.match([1, 2, 3, 4]) == [first[0], second[1]]
     shelf.release(first)
     third = shelf.allocator.allocate(4)
     shelf.tables.append(third)
     assert shelf.match([1, 2]) == shelf.match([1, 2, 3, 4]) == []
     shelf.release(second)
     shelf.release(third)
-    assert len(shelf.write([1, 2, 3, 4, 5, 6]).block_ids) == 4, "its blocks are given away, too"
+    assert len(shelf.write([1, 2, 3, 4, 5, 6])) == 4, "its blocks are given away, too"
     shelf.integrity()
 
 

@@ -96,18 +96,7 @@ def test_a_prompt_of_higher_priority_is_computed_first() -> None:
     assert steps == [{1: 12}, {1: 2, 0: 8}, {0: 10}, {2: 10}, {}]
 
 
-def test_a_prompt_goes_on_where_who_goes_before_it_does_not_come() -> None:
-    """It leaves after its place was kept free, or has no room in the first place."""
-    desk = Desk(max_batch_prefill_tokens=12)
-    desk.submit(range(30), priority=-1)
-    desk.step()
-    high = desk.submit(range(100, 114), priority=1)
-    advance = desk.planner.advance()
-    assert advance.chunks == ()
-    desk.planner.queue.remove(high)
-    plan = desk.planner.plan(advance)
-    assert plan is not None and plan.chunks == {0: 12} and plan.advance.chunks == ((0, 12),)
-    desk.settle(plan)
+def test_a_prompt_goes_on_where_a_higher_priority_has_no_room() -> None:
     for limits in ({"max_batch_size": 1}, {"num_blocks": 9}):
         desk = Desk(max_batch_prefill_tokens=12, **limits)
         desk.submit(range(30), 2, priority=-1)

@@ -82,7 +82,7 @@ def _to_request(entry: Entry) -> pb.Request:
         input_ids=entry.input_ids,
         num_prompt_tokens=len(request.input_ids),
         num_cached_tokens=entry.num_cached_tokens,
-        block_table=entry.block_table.block_ids,
+        block_table=entry.block_table,
         parameters=_to_parameters(request.sampling),
         stopping_parameters=_to_stopping(request.stopping),
         prefill_logprobs=entry.wants_prefill_logprobs,

@@ -269,11 +269,11 @@ class Batcher:
         while True:
             await self._recover()
             planner.sweep()
-            advance = planner.advance()
+            grown_blocks = planner.grow()
             if await self._drop_rows():
                 break
         batch = self._batch
-        plan = planner.plan(None if batch is None else advance)
+        plan = planner.plan(grown_blocks)
         if plan is None:
             return None
         if plan.admitted:

@@ -5,23 +5,10 @@ The token at position p of a request is in slot p % block_size of `block_ids[p /
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-
-@dataclass(slots=True)
-class BlockTable:
-    """The blocks of one request, in order of position; changed by the BlockAllocator alone.
-
-    The first blocks can be in several tables: they are full and are not written any more.
-    """
-
-    block_size: int
-    block_ids: list[int] = field(default_factory=list)
-
-    @property
-    def num_slots(self) -> int:
-        """How many tokens fit."""
-        return len(self.block_ids) * self.block_size
+# The blocks of one request, in order of position; changed by the BlockAllocator alone. The first
+# blocks can be in several tables: they are full and are not written any more.
+BlockTable = list[int]
 
 
 class BlockAllocator:
@@ -76,23 +63,20 @@ class BlockAllocator:
             assert self._num_tables[block_id] or block_id in self._idle, "it is free"
             self._idle.pop(block_id, None)
             self._num_tables[block_id] += 1
-        return BlockTable(self.block_size, [*shared, *(self._take() for _ in range(num_blocks))])
+        return [*shared, *(self._take() for _ in range(num_blocks))]
 
-    def grow(self, table: BlockTable) -> int | None:
-        """Adds one block to a table and returns its id; None when there is none."""
-        if not self.num_free:
-            return None
-        block_id = self._take()
-        table.block_ids.append(block_id)
-        return block_id
+    def grow(self, table: BlockTable) -> int:
+        """Adds one block, which the caller has checked to be available, and returns its id."""
+        table.append(self._take())
+        return table[-1]
 
     def release(self, table: BlockTable) -> None:
         """Takes all blocks of a table back, once; the table is empty then.
 
         The last block becomes idle before the first, so that a text loses its end first.
         """
-        assert table.block_ids, "released twice"
-        for block_id in reversed(table.block_ids):
+        assert table, "released twice"
+        for block_id in reversed(table):
             self._num_tables[block_id] -= 1
             if self._num_tables[block_id]:
                 continue
@@ -104,28 +88,17 @@ class BlockAllocator:
                 self._kept.discard(block_id)
                 self._free.append(block_id)
                 self.forget(block_id)
-        table.block_ids = []
-
-    def is_held(self, block_id: int) -> bool:
-        """Whether a table holds the block."""
-        return self._num_tables[block_id] > 0
+        table.clear()
 
     def keep(self, block_id: int) -> None:
         """Marks a block that a table holds: its tokens can be reused from now on."""
         assert self._num_tables[block_id] and block_id not in self._kept
         self._kept.add(block_id)
 
-    def discard(self, block_id: int) -> None:
-        """Unmarks a kept block; `forget` is not called."""
-        self._kept.remove(block_id)
-        if block_id in self._idle:
-            del self._idle[block_id]
-            self._free.append(block_id)
-
     def integrity(self, tables: Iterable[BlockTable]) -> None:
         """Asserts that `tables` are all tables: reference counts are right, and blocks without a
         table are free or, if kept, idle."""
-        held = Counter(block_id for table in tables for block_id in set(table.block_ids))
+        held = Counter(block_id for table in tables for block_id in set(table))
         counts = [held[block_id] for block_id in range(self.num_blocks)]
         assert counts == self._num_tables, "blocks lost or held twice"
         unheld = [block_id for block_id, count in enumerate(counts) if not count]

@@ -1,6 +1,6 @@
 """Which KV blocks an entry holds, shares and still needs."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
@@ -75,13 +75,6 @@ class EntryBlocks:
 
     # ---- What is in the blocks ----
 
-    def pending(self, running: Mapping[int, Entry], chunks: Mapping[int, int]) -> PendingBlocks:
-        """The blocks that the next step fills with these scheduled tokens."""
-        pending = PendingBlocks()
-        for entry_id, chunk in chunks.items():
-            self.expect(running[entry_id], chunk, pending)
-        return pending
-
     def expect(self, entry: Entry, chunk: int, pending: PendingBlocks) -> None:
         """Adds the blocks that the next step fills with `chunk` tokens of this entry."""
         if (chain := entry.chain) is not None:
@@ -101,7 +94,7 @@ class EntryBlocks:
         """The full blocks behind its chain: their tokens and their ids."""
         assert entry.block_table is not None
         blocks = entry.full_blocks(chain.num_blocks, num_tokens, self._limits.block_size)
-        return blocks, entry.block_table.block_ids[chain.num_blocks :]
+        return blocks, entry.block_table[chain.num_blocks :]
 
     # ---- While an entry runs ----
 
@@ -110,7 +103,7 @@ class EntryBlocks:
         assert entry.block_table is not None
         num_tokens = min(entry.num_tokens + num_more, entry.max_context)
         num_blocks = self.allocator.num_blocks_for(num_tokens)
-        return max(0, num_blocks - len(entry.block_table.block_ids))
+        return max(0, num_blocks - len(entry.block_table))
 
     def has_room(self, entries: Iterable[Entry], num_more: int) -> bool:
         """Whether there are blocks for `num_more` more tokens of each."""
@@ -128,9 +121,7 @@ class EntryBlocks:
     def take(self, entry: Entry) -> int:
         """Gives an entry one more block, which must be free."""
         assert entry.block_table is not None
-        block_id = self.allocator.grow(entry.block_table)
-        assert block_id is not None, "check num_free first"
-        return block_id
+        return self.allocator.grow(entry.block_table)
 
     def release(self, entry: Entry) -> None:
         """Takes all blocks of an entry back. No step in flight may write to them."""

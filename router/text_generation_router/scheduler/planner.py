@@ -1,14 +1,12 @@
 """What the next step computes, and in which blocks: decisions only, no waiting.
 
-A step carries every decoding row, then as many tokens of the unfinished prompts as the prefill
-budget allows, then waiting entries as far as budget, rows and blocks allow. Each of the three is in
-the order of `Entry.rank`: by priority, then by age. An admitted entry comes after all running
-prompts in this step, and shares the blocks that they have written or write in it.
+A step carries every decoding row. Then unfinished prompts and waiting entries get tokens, as far as
+the prefill budget, rows and blocks allow, in the order of `Entry.rank`: by priority, then by age. An
+admitted entry shares the blocks that those before it have written or write in this step.
 """
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill
 from text_generation_router.scheduler.entry import Entry, EntryState
@@ -22,7 +20,7 @@ from text_generation_router.scheduler.shards import Advance, StepResult
 class Planner:
     """Owns queue, blocks, prefix cache and the running entries.
 
-    Between two steps: `sweep`, `advance`, `plan`; when the step is done, `settle`. A running entry
+    Between two steps: `sweep`, `grow`, `plan`; when the step is done, `settle`. A running entry
     that gets no token in a step either has a part of its prompt computed, or waits for entries that
     rank before it and have, or join.
 
@@ -44,8 +42,6 @@ class Planner:
         self._num_steps = 0
         self.may_wait = True
         """Whether the last entries were admitted because of their number, not of their wait."""
-        # The waiting entry that joins the next step before prompts of lower rank go on.
-        self._preempting: Entry | None = None
         self.is_closed = False
         """Set when newcomers have made a step fail: none is admitted to the next step."""
         self.num_preempted = 0
@@ -58,44 +54,48 @@ class Planner:
         for entry in [e for e in self.running.values() if e.state is EntryState.ENDED]:
             self.release(entry)
 
-    def advance(self) -> Advance:
-        """How the running entries go on, with blocks for what they write; preempts if it must."""
-        grown_blocks = self._grow()
-        self._preempting = None if self.is_closed else self._find_preempting()
-        chunks = self._share(self.running, self._preempting)
-        speculate = self._limits.speculate
-        if self._preempting is not None:
-            speculate = 0  # leaves the blocks to it
-        if speculate:
-            resting = _unfinished(self.running.values(), chunks)
-            getting = [entry for entry in self.running.values() if entry.id not in resting]
-            speculate = self._num_draft_tokens(getting, 0)
-            grown_blocks += self.blocks.take_missing(getting, speculate)
-        return Advance(grown_blocks, tuple(chunks.items()), speculate)
+    def grow(self) -> list[tuple[int, int]]:
+        """Gives every decoding entry a slot for the token whose KV the next step writes. Returns
+        entry ids and block ids.
 
-    def plan(self, advance: Advance | None) -> Plan | None:
-        """Admits entries and makes the step; None when there is nothing to compute.
-
-        `advance` as just returned, or None if the shards hold no rows.
+        When no block is free the last entry is preempted: the newest of the lowest priority, which
+        may be the one that grows. The first entry is never preempted: alone, any entry fits
+        (`submit`). So it goes on until it ends, or until one is admitted that ranks before it. A
+        preempted entry keeps its tokens. Therefore every request ends, unless entries that rank
+        before it keep coming for ever.
         """
-        running = self.running.copy()
-        chunks = {} if advance is None else dict(advance.chunks)
-        admitted = [] if running and self.is_closed else self._admit(running, chunks)
-        self.is_closed = False
+        grown_blocks, allocator = [], self.blocks.allocator
+        for entry in list(self.running.values()):
+            # Until it has room, or was preempted.
+            while entry.id in self.running and self.blocks.missing(entry, 0):
+                if allocator.num_free:
+                    grown_blocks.append((entry.id, self.blocks.take(entry)))
+                else:
+                    self._preempt_last()
+        return [pair for pair in grown_blocks if pair[0] in self.running]
+
+    def plan(self, grown_blocks: list[tuple[int, int]]) -> Plan | None:
+        """Admits entries and makes the step; None when there is nothing to compute.
+        `grown_blocks` as just returned."""
+        rows = list(self.running.values())
+        admitted, chunks = self._admit()
         for entry in admitted:
             self._run(entry)
-        if running and advance is not None and self._preempting is not None and not admitted:
-            # The urgent entry has left, or does not fit any more.
-            chunks = self._share(running, None)
-            advance = replace(advance, chunks=tuple(chunks.items()))
-        if not running and not admitted:
+        if not self.running:
             assert not self.queue, "where no entry runs the first must fit"
             return None
         self._num_steps = 1 if admitted else self._num_steps + 1
-        chunks |= {entry.id: entry.chunk_len for entry in admitted}
-        entries = running | {entry.id: entry for entry in admitted}
-        asked = frozenset(entries.keys() - _unfinished(entries.values(), chunks))
-        return Plan(admitted, advance if running else None, entries, chunks, asked)
+        asked = frozenset(self.running.keys() - _unfinished(self.running.values(), chunks))
+        advance = None
+        if rows:
+            speculate = self._limits.speculate
+            if speculate:
+                getting = [entry for entry in rows if entry.id in asked]
+                speculate = self._num_draft_tokens(getting, 0)
+                grown_blocks += self.blocks.take_missing(getting, speculate)
+            parts = [(row.id, chunks[row.id]) for row in rows if row.id in chunks]
+            advance = Advance(grown_blocks, parts, speculate)
+        return Plan(admitted, advance, self.running.copy(), chunks, asked)
 
     def is_unchanged(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is in flight, decodes the same entries, except for
@@ -128,33 +128,50 @@ class Planner:
 
     # ---- The prefill budget ----
 
-    def _budget(self, running: Mapping[int, Entry]) -> Budget:
+    def _budget(self) -> Budget:
         """The budget of the next step."""
         if not self._limits.chunks_prompts:
             return Budget(self._limits.max_batch_prefill_tokens)
-        num_decoding = sum(entry.num_computed >= entry.num_inputs for entry in running.values())
-        num_free = self._limits.max_batch_size - len(running)
-        num_waiting = len(running) - num_decoding + min(len(self.queue), num_free)
+        num_running = len(self.running)
+        num_decoding = sum(
+            entry.num_computed >= entry.num_inputs for entry in self.running.values()
+        )
+        num_free = self._limits.max_batch_size - num_running
+        num_waiting = num_running - num_decoding + min(len(self.queue), num_free)
         return self._chunked.budget(num_decoding, num_waiting)
 
-    def _share(self, running: Mapping[int, Entry], preempting: Entry | None) -> dict[int, int]:
-        """Scheduled tokens of the unfinished prompts, in order of rank. Prompts that rank behind
-        `preempting` get none."""
+    def _share(self, joins: bool) -> tuple[list[Entry], dict[int, int]]:
+        """Shares the budget among unfinished prompts and, if `joins`, waiting entries. Returns the
+        entries that join, and the scheduled tokens of all."""
+        unfinished = [e for e in self.running.values() if e.num_computed < e.num_inputs]
+        unfinished.reverse()
+        admitted: list[Entry] = []
         chunks: dict[int, int] = {}
-        budget = None
-        for entry in running.values():
-            if entry.num_computed >= entry.num_inputs:
-                continue
-            if preempting is not None and preempting.rank < entry.rank:
+        if not (unfinished or joins):
+            return admitted, chunks
+        budget, pending = self._budget(), PendingBlocks()
+        while not budget.is_spent:
+            first = self.queue.first() if joins else None
+            if unfinished and (first is None or unfinished[-1].rank < first.rank):
+                entry = unfinished.pop()
+                start = entry.num_computed
+                left = entry.num_inputs - start
+                chunk = self._chunk(start, left, budget, not chunks, may_split=True)
+                if not chunk:
+                    break
+            elif first is None:
                 break
-            budget = budget or self._budget(running)
-            start = entry.num_computed
-            chunk = self._chunk(start, entry.num_inputs - start, budget, not chunks, may_split=True)
-            if not chunk:
-                break
+            else:
+                entry, num_running = first, len(self.running) + len(admitted)
+                if not self._try(entry, budget, not chunks, pending, num_running):
+                    joins = False
+                    continue
+                chunk = entry.chunk_len
+                admitted.append(self.queue.pop())
+            self.blocks.expect(entry, chunk, pending)
+            budget.take(entry.num_computed, chunk)
             chunks[entry.id] = chunk
-            budget.take(start, chunk)
-        return chunks
+        return admitted, chunks
 
     def _chunk(self, start: int, left: int, budget: Budget, is_first: bool, may_split: bool) -> int:
         """How many of `left` tokens from `start` on fit the budget. A part ends at the end of a
@@ -170,18 +187,6 @@ class Planner:
 
     # ---- Admission ----
 
-    def _find_preempting(self) -> Entry | None:
-        """The first waiting entry, if it ranks before an unfinished prompt and can be admitted."""
-        running, first = self.running, self.queue.first()
-        last = next(reversed(running.values()), None)
-        if first is None or last is None or first.rank > last.rank:
-            return None
-        if len(running) == self._limits.max_batch_size or self._min_size(running) > 1:
-            return None
-        behind = (entry for entry in running.values() if entry.rank > first.rank)
-        is_behind = any(entry.num_computed < entry.num_inputs for entry in behind)
-        return first if is_behind and self._finds_blocks(first) else None
-
     def _may_admit(self, plan: Plan) -> bool:
         """Whether a waiting entry may find a row and blocks behind `plan`, as far as is known while
         `plan` is in flight."""
@@ -193,54 +198,43 @@ class Planner:
             return True  # an entry ends and frees its blocks
         if len(running) >= self._limits.max_batch_size:
             return False
-        return len(self.queue) >= self._min_size(running) and self._finds_blocks(first)
+        if len(self.queue) < self._min_size():
+            return False
+        return self.blocks.find(first, PendingBlocks(), len(running)) is not None
 
-    def _admit(self, running: dict[int, Entry], chunks: Mapping[int, int]) -> list[Entry]:
-        """The entries that join the next step, which computes `chunks` of the running prompts."""
-        min_size = self._min_size(running)
-        if not self.queue or len(self.queue) < min_size:
-            return []
-        pending = self.blocks.pending(running, chunks)
-        budget = self._budget(running)
-        for entry_id, chunk in chunks.items():
-            budget.take(running[entry_id].num_computed, chunk)
-        admitted: list[Entry] = []
-        while (entry := self.queue.first()) is not None and not budget.is_spent:
-            num_running = len(running) + len(admitted)
-            if num_running == self._limits.max_batch_size:
-                break
-            is_first = not admitted and not chunks
-            if not self._try(entry, budget, is_first, pending, num_running):
-                break
-            budget.take(entry.num_computed, entry.chunk_len)
-            admitted.append(self.queue.pop())
-        if len(admitted) < min_size:
+    def _admit(self) -> tuple[list[Entry], dict[int, int]]:
+        """The entries that join the next step, and the scheduled tokens of all prompts."""
+        min_size = self._min_size()
+        is_closed = self.is_closed and bool(self.running)
+        self.is_closed = False
+        joins = bool(self.queue) and len(self.queue) >= min_size and not is_closed
+        admitted, chunks = self._share(joins)
+        if 0 < len(admitted) < min_size:
             for entry in reversed(admitted):
                 self.blocks.release(entry)
-                self.queue.put_back(entry)
-            return []
-        self.may_wait = not running or self._may_wait
-        return admitted
+                self.queue.append(entry)
+            admitted, chunks = self._share(joins=False)
+        self.may_wait = not self.running or self._may_wait
+        return admitted, chunks
 
     @property
     def _may_wait(self) -> bool:
         """Whether fewer than `max_waiting_tokens` steps have passed since entries were admitted."""
         return self._num_steps < self._limits.max_waiting_tokens
 
-    def _min_size(self, running: Mapping[int, Entry]) -> int:
+    def _min_size(self) -> int:
         """How many must join at once. With chunks joining delays no running entry: any number."""
-        if self._limits.chunks_prompts or not running or not self._may_wait:
+        if self._limits.chunks_prompts or not self.running or not self._may_wait:
             return 0
-        return int(min(len(running) * self._limits.waiting_served_ratio, sys.maxsize))
-
-    def _finds_blocks(self, entry: Entry) -> bool:
-        return self.blocks.find(entry, PendingBlocks(), len(self.running)) is not None
+        return int(min(len(self.running) * self._limits.waiting_served_ratio, sys.maxsize))
 
     def _try(
         self, entry: Entry, budget: Budget, is_first: bool, pending: PendingBlocks, num_running: int
     ) -> bool:
-        """Gives the entry blocks and a part of the budget; False, and nothing changed, if it does
-        not fit."""
+        """Gives the entry a row, blocks and a part of the budget; False, and nothing changed, if it
+        does not fit."""
+        if num_running >= self._limits.max_batch_size:
+            return False
         found = self.blocks.find(entry, pending, num_running)
         if found is None:
             return False
@@ -254,29 +248,9 @@ class Planner:
         entry.num_computed = entry.num_cached_tokens = num_cached
         entry.chunk_len = chunk
         entry.state = EntryState.RUNNING
-        self.blocks.expect(entry, chunk, pending)
         return True
 
     # ---- Blocks for what runs ----
-
-    def _grow(self) -> list[tuple[int, int]]:
-        """Gives every decoding entry a slot for the token whose KV the next step writes.
-
-        When no block is free the last entry is preempted: the newest of the lowest priority, which
-        may be the one that grows. The first entry is never preempted: alone, any entry fits
-        (`submit`). So it goes on until it ends, or until one is admitted that ranks before it. A
-        preempted entry keeps its tokens. Therefore every request ends, unless entries that rank
-        before it keep coming for ever.
-        """
-        grown_blocks, allocator = [], self.blocks.allocator
-        for entry in list(self.running.values()):
-            # Until it has room, or was preempted.
-            while entry.id in self.running and not _has_slots(entry):
-                if allocator.num_free:
-                    grown_blocks.append((entry.id, self.blocks.take(entry)))
-                else:
-                    self._preempt_last()
-        return [pair for pair in grown_blocks if pair[0] in self.running]
 
     def _num_draft_tokens(self, entries: list[Entry], num_more: int) -> int:
         """How many tokens to draft for each: as many as there are blocks for, behind `num_more`."""
@@ -290,7 +264,7 @@ class Planner:
         assert len(self.running) > 1, "a single entry must always fit"
         last = self.running[next(reversed(self.running))]
         self.release(last)
-        self.queue.put_back(last)
+        self.queue.append(last)
         self.num_preempted += 1
 
     def _run(self, entry: Entry) -> None:
@@ -338,7 +312,7 @@ class Planner:
         lost = list(self.running.values())
         for entry in reversed(lost):
             self.release(entry)
-            self.queue.put_back(entry)
+            self.queue.append(entry)
         self.blocks.clear()
         return lost
 
@@ -353,12 +327,6 @@ class Planner:
             assert entry.num_computed < entry.num_tokens <= entry.max_context
             if entry.num_computed >= entry.num_inputs:
                 assert entry.num_computed == entry.num_tokens - 1
-
-
-def _has_slots(entry: Entry) -> bool:
-    """Whether its blocks hold all its tokens."""
-    assert entry.block_table is not None
-    return entry.block_table.num_slots >= entry.num_tokens
 
 
 def _unfinished(entries: Iterable[Entry], chunks: Mapping[int, int]) -> set[int]:

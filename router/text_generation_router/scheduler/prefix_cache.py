@@ -6,7 +6,7 @@ equal.
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from text_generation_router.scheduler.blocks import BlockAllocator
 
@@ -35,11 +35,8 @@ class Chain:
     num_blocks: int = 0
 
 
-@dataclass(slots=True)
-class PendingBlocks:
-    """Blocks that the step being planned will write; of no use after its launch."""
-
-    blocks: dict[tuple[Hashable, Tokens], tuple[object, int]] = field(default_factory=dict)
+# Blocks that the step being planned will write; of no use after its launch.
+PendingBlocks = dict[tuple[Hashable, Tokens], tuple[object, int]]
 
 
 class PrefixCache:
@@ -78,7 +75,7 @@ class PrefixCache:
                 chain.tail, chain.num_blocks = node, chain.num_blocks + 1
                 continue
             tail = chain.tail if pending_tail is None else pending_tail
-            expected = pending.blocks.get((tail, tokens))
+            expected = pending.get((tail, tokens))
             if expected is None:
                 break
             pending_tail, block_id = expected
@@ -98,7 +95,7 @@ class PrefixCache:
             if (node := self._by_key.get((tail, tokens))) is not None:
                 tail = node
             else:
-                tail, _ = pending.blocks.setdefault((tail, tokens), (object(), block_id))
+                tail, _ = pending.setdefault((tail, tokens), (object(), block_id))
 
     def publish(self, chain: Chain, blocks: Iterable[Tokens], block_ids: Iterable[int]) -> None:
         """Adds the blocks behind `chain`: their KV is written, and a table holds them.
@@ -111,8 +108,6 @@ class PrefixCache:
             node = self._by_key.get((chain.tail, tokens))
             if node is None:
                 node = self._add((chain.tail, tokens), block_id)
-            elif node.block_id != block_id and not self._allocator.is_held(node.block_id):
-                self._replace(node, block_id)
             chain.tail, chain.num_blocks = node, chain.num_blocks + 1
 
     def integrity(self) -> None:
@@ -126,14 +121,6 @@ class PrefixCache:
         self._by_key[key] = self._by_block[block_id] = node
         self._allocator.keep(block_id)
         return node
-
-    def _replace(self, node: _Node, block_id: int) -> None:
-        """A block in use takes the place of an idle one with the same tokens."""
-        self._allocator.discard(node.block_id)
-        del self._by_block[node.block_id]
-        node.block_id = block_id
-        self._by_block[block_id] = node
-        self._allocator.keep(block_id)
 
     def _forget(self, block_id: int) -> None:
         """The allocator has given a block away. A Chain, or the node behind, may hold its node."""

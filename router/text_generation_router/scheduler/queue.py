@@ -14,7 +14,7 @@ class Queue:
 
     An entry that does not fit holds back the entries behind it. Therefore no entry starves because
     of later ones of its priority; it waits as long as there are entries of higher priority.
-    Invariant: ranks ascend, also after `put_back`.
+    Invariant: ranks ascend.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,8 @@ class Queue:
         return iter(self._entries)
 
     def append(self, entry: Entry) -> None:
-        """Queues a new entry, behind the others of its priority."""
-        insort(self._entries, entry, key=_RANK)
-
-    def put_back(self, entry: Entry) -> None:
-        """Queues an admitted entry again, in its old place."""
+        """Queues an entry: a new one behind the others of its priority, an admitted one in its old
+        place."""
         entry.state = EntryState.QUEUED
         insort(self._entries, entry, key=_RANK)
 
