@@ -121,14 +121,3 @@ def test_no_examples_stand_where_fields_are_not(document: Json) -> None:
         }
         for name, example in content["examples"].items():
             assert example["value"].keys() <= known, (path, name)
-
-
-def test_keys_are_named_only_where_there_are_some(document: Json) -> None:
-    assert "securitySchemes" not in document["components"]
-    assert not any("security" in operation for _, _, operation in operations(document))
-    app = create_app(RouterConfig(tokenizer_name="", api_key=("a",)))
-    guarded = app.openapi()
-    assert guarded is app.openapi()
-    assert guarded["components"]["securitySchemes"].keys() == {"HTTPBearer", "APIKeyHeader"}
-    # Which routes have them is held beside the check itself, in test_api.py.
-    assert any("security" in operation for _, _, operation in operations(guarded))

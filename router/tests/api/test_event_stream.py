@@ -1,7 +1,7 @@
 """How chunks of events leave, and what becomes of the events when they can not."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from text_generation_router.errors import GenerationError
 
 from router.tests.serving import serve
 from router.tests.virtual_time import VirtualTime
+from router.tests.waiting import until
 
 SCOPE = {"type": "http", "method": "POST"}
 
@@ -67,12 +68,6 @@ def failed(error: Exception) -> bytes:
 def stream(source: Source, client: Client) -> "asyncio.Task[None]":
     response = EventStream(source.events(), {"x-a": "b"}, failed)
     return asyncio.create_task(response(SCOPE, client.receive, client.send))
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not is_true():
-            await asyncio.sleep(0.002)
 
 
 LINE_ENDS = "".join(map(chr, (0xB, 0xC, 0xD, *range(0x1C, 0x1F), 0x85, 0x2028, 0x2029)))

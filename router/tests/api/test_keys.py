@@ -103,6 +103,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         "Hi",
         api_key=("a", *KEYS),
         aip_predict_route="/predict",
+        aip_health_route="/live",
         reranker=True,
     ) as server:
         yield server
@@ -124,6 +125,7 @@ async def test_every_route_that_generates_is_tried(server: Server) -> None:
     for route in routes.values():
         assert isinstance(route, JsonRoute)
         assert route.dependencies == NEEDS_KEY
+    assert (await server.client.get("/live")).status_code == 200
 
 
 @pytest.mark.parametrize(("key", "path", "body"), CASES)
@@ -200,14 +202,6 @@ async def test_odd_headers(server: Server, caplog: pytest.LogCaptureFixture) -> 
                 assert b"\r\nwww-authenticate: Bearer\r\n" in answer and form in answer
         assert unauthorized.value() - before == (0 if status == 200 else 2)
     assert not [record for record in caplog.records if "router" in record.name]
-
-
-@pytest.mark.parametrize(("is_public", "status"), [(True, 200), (False, 401)])
-async def test_docs_are_behind_the_key(tmp_path: Path, is_public: bool, status: int) -> None:
-    async with serve(tmp_path, api_key=("a",), public_docs=is_public) as server:
-        for path in ("/docs", "/api-doc/openapi.json", "/static-offline-docs/swagger-ui.css"):
-            assert (await server.client.get(path)).status_code == status
-            assert (await server.client.get(path, headers=bearer("a"))).status_code == 200
 
 
 async def hold(server: Server, key: str) -> "asyncio.Task[Any]":

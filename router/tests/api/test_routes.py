@@ -22,14 +22,6 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
-async def test_best_of_needs_a_permit_each(tmp_path: Path) -> None:
-    async with serve(tmp_path, max_concurrent_requests=1) as server:
-        request = {"inputs": "n", "parameters": {"best_of": 2, "do_sample": True}}
-        response = await server.client.post("/generate", json=request)
-        assert response.status_code == 429
-        assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
-
-
 @pytest.mark.parametrize(
     "path", ["/generate", "/generate_stream", "/info", "/nowhere", "/v1/messages"]
 )

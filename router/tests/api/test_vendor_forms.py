@@ -97,14 +97,6 @@ async def test_roles(server: Server) -> None:
     assert last_prompt(server) == "<wizard>w<assistant>"
 
 
-async def test_a_role_that_the_template_refuses_is_a_400(tmp_path: Path) -> None:
-    strict = "{% if messages[0].role == 'wizard' %}{{ raise_exception('no magic') }}{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(strict + TEMPLATE)
-    async with serve(tmp_path) as server:
-        messages = [{"role": "wizard", "content": "w"}]
-        assert "no magic" in await refusal(server, CHAT, messages=messages)
-
-
 @pytest.mark.parametrize(
     ("script", "expected"),
     [

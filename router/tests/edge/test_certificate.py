@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from text_generation_router.config import RouterConfig
-from text_generation_router.edge.certificate import Certificate, CertificateError
+from text_generation_router.edge.certificate import Certificate
 
 from router.tests.serving import serve
 
@@ -87,14 +86,3 @@ async def test_old_versions_are_refused(tmp_path: Path, files: tuple[str, str]) 
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"HTTP" not in await reader.read()
         writer.close()
-
-
-def test_flags(files: tuple[str, str]) -> None:
-    certfile, keyfile = files
-    for options in ({"ssl_certfile": certfile}, {"ssl_keyfile": keyfile}):
-        with pytest.raises(ValueError, match="belong together; give both or neither"):
-            RouterConfig(tokenizer_name="", **options)
-    assert Certificate.of(RouterConfig(tokenizer_name="")) is None
-    config = RouterConfig(tokenizer_name="", ssl_certfile=certfile, ssl_keyfile=certfile)
-    with pytest.raises(CertificateError, match="can not be used"):
-        Certificate.of(config)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import logging
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,23 +11,12 @@ from text_generation_router.edge.connection import ConnectionLimits
 from router.tests.serving import Server, serve
 from router.tests.talk import HEALTH, POST, Talk, asking, check_refusal, of_body, said
 
-LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
-
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     limits = ConnectionLimits(unread_s=0.2, tick_s=0.02)
     async with serve(tmp_path, limits=limits, max_concurrent_requests=2) as server:
         yield server
-
-
-async def started(server: Server) -> None:
-    while not server.shards.rows:
-        await asyncio.sleep(0.005)
-
-
-def dropped(server: Server) -> int:
-    return server.services.metrics.request_failure.value(err="dropped")
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/health"])
@@ -51,18 +38,6 @@ async def test_answers_to_http_1_0_have_no_chunks(server: Server, path: str) -> 
         assert json.loads(rest) == {"generated_text": "hel"}
 
 
-async def test_client_leaves_one_of_best_of(server: Server) -> None:
-    server.shards.delay_s = 0.005
-    parameters = LONG["parameters"] | {"best_of": 2, "do_sample": True}
-    request = LONG | {"parameters": parameters}
-    call = asyncio.create_task(server.client.post("/generate", json=request))
-    await started(server)
-    call.cancel()
-    await asyncio.wait((call,))
-    await server.settle()
-    assert dropped(server) == 2
-
-
 async def test_a_stream_has_begun_while_its_prompt_is_computed(server: Server) -> None:
     server.shards.delay_s = 0.3
     request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
@@ -70,24 +45,6 @@ async def test_a_stream_has_begun_while_its_prompt_is_computed(server: Server) -
         assert response.status_code == 200
         assert not server.shards.rows
         assert (await response.aread()).startswith(b"data:")
-
-
-async def test_client_that_never_reads(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    content = json.dumps(LONG).encode()
-    head = (
-        "POST /generate_stream HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(head.encode() + content)
-        await started(server)
-        await server.settle()
-        while "A client read nothing" not in caplog.text:
-            await asyncio.sleep(0.01)
-    assert dropped(server) == 1
-    assert "Traceback" not in caplog.text
 
 
 async def test_an_upgrade_is_not_taken(server: Server) -> None:

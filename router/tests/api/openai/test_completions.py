@@ -26,23 +26,6 @@ def chunks(response: httpx.Response) -> list[Json]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def joined(events: list[Json]) -> dict[int, str]:
-    """The text of each choice."""
-    texts: dict[int, str] = {}
-    for event in events:
-        for choice in event["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    return texts
-
-
-async def test_a_choice_that_ends_early_does_not_wait(server: Server) -> None:
-    server.shards.script = [*script_of("hey"), EOS_ID]
-    events = chunks(await post(server, prompt=["a", "b"], max_tokens=3, stream=True, stop=["y"]))
-    assert joined(events) == {0: "he", 1: "he"}
-    reasons = [event["choices"][0]["finish_reason"] for event in events]
-    assert reasons.count("stop") == 2
-
-
 async def test_logprobs(server: Server) -> None:
     body = {"max_tokens": 4, "logprobs": 1, "echo": True, "stop": "!"}
     choice = (await post(server, **body)).json()["choices"][0]

@@ -1,7 +1,6 @@
 """/score and /rerank on top of shards that are played: the prompt, each form, each refusal."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,15 +98,3 @@ async def test_a_bad_body_is_refused(
 ) -> None:
     response = await server.client.post(path, json=body)
     assert response.status_code == 400 and words in response.json()["error"]["message"]
-
-
-async def test_other_models_say_what_is_missing(tmp_path: Path) -> None:
-    async with serve(tmp_path) as server:
-        body = {"query": "a", "documents": ["b"]}
-        for path in ("/v1/rerank", "/rerank"):
-            response = await server.client.post(path, json=body)
-            assert response.status_code == 404 and "start with --reranker" in response.text
-        response = await server.client.post("/score", json={"text_1": "a", "text_2": "b"})
-        assert response.status_code == 404 and response.json()["error_type"] == "not_found"
-        response = await server.client.post("/v1/embeddings", json={"input": "a"})
-        assert response.status_code == 200

@@ -14,8 +14,6 @@ from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import (
-    FinishReason,
-    GeneratedText,
     PrefillOutput,
     Token,
     TokenOutput,
@@ -60,28 +58,6 @@ def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
     middle = len(outputs) // 2
     chunks = writer.chunk([PrefillOutput(()), *outputs[:middle]]), writer.chunk(outputs[middle:])
     assert b"".join(chunks) == b"".join(expected)
-
-
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("details", [False, True])
-def test_last_token_event(full: bool, details: bool) -> None:
-    asked = GenerateParameters(inputs="x ", return_full_text=full, details=details)
-    ending = GeneratedText("y", 1, FinishReason.LENGTH, 7)
-    token = Token(5, "y", -0.5)
-    told = {
-        "index": 1,
-        "token": token_json(token),
-        "generated_text": "x y" if full else "y",
-        "details": None,
-    }
-    if details:
-        told["details"] = {
-            "finish_reason": "length",
-            "generated_tokens": 1,
-            "seed": 7,
-            "input_length": 3,
-        }
-    assert TokenEvents(asked, 3).chunk([TokenOutput(token, "y", (), ending)]) == event(told)
 
 
 @given(

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import httpx
-import pytest
 from text_generation_router.state import State
 
 from router.tests.scheduling import Gate
@@ -46,16 +45,6 @@ async def test_each_state(tmp_path: Path) -> None:
         assert await codes(client) == (503, 503, 200)
         told = (await client.get("/livez")).json()
         assert told["phase"] == "The scheduler has failed: KeyError: 5"
-
-
-async def test_probes_call_no_shard(tmp_path: Path) -> None:
-    async with serve(tmp_path) as server:
-
-        async def health() -> None:
-            pytest.fail("the shards were asked")
-
-        server.shards.health = health  # type: ignore[method-assign]
-        assert await codes(server.client) == (200, 200, 200)
 
 
 async def test_work_that_waits_in_vain(tmp_path: Path) -> None:

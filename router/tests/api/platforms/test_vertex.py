@@ -1,6 +1,5 @@
 """/vertex and the paths that Vertex AI names."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,12 +72,3 @@ async def test_a_failure_keeps_its_status(server: Server) -> None:
     response = await server.client.post("/vertex", json={"instances": [instance(), CHAT]})
     assert (response.status_code, response.json()["error_type"]) == (424, "generation")
     server.shards.failure = None
-
-
-async def test_key(tmp_path: Path) -> None:
-    async with serve_chat(
-        tmp_path, "x", api_key=("Key",), aip_predict_route="/predict", aip_health_route="/live"
-    ) as server:
-        for path in ("/vertex", "/predict"):
-            assert (await server.client.post(path, json={})).status_code == 401
-        assert (await server.client.get("/live")).status_code == 200

@@ -1,11 +1,16 @@
 """How bodies are typed: literally, with TGI's treatment of null and of absence."""
 
 import struct
+from typing import Any
 
 import orjson
 import pytest
 from pydantic import ValidationError
-from text_generation_router.api.tgi.schemas import CompatGenerateRequest, GenerateRequest
+from text_generation_router.api.tgi.schemas import (
+    CompatGenerateRequest,
+    GenerateParametersBody,
+    GenerateRequest,
+)
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -15,60 +20,38 @@ def parse(parameters: str) -> GenerateParameters:
     return GenerateRequest.model_validate(body).to_parameters()
 
 
-def test_absent_parameters_sample_and_empty_ones_do_not() -> None:
-    assert GenerateRequest.model_validate({"inputs": "x"}).to_parameters().do_sample is True
-    assert parse("{}").do_sample is False
-    assert parse("{}") == GenerateParameters(inputs="x", return_full_text=False)
+OTHERS = {
+    "stop": ["a", ""],
+    "logit_bias": {"42": -100, "7": 0.5},
+    "grammar": {"type": "regex", "value": "a"},
+}
 
 
-def test_every_field() -> None:
-    asked = parse(
-        '{"best_of": 2, "temperature": 1, "repetition_penalty": 2, "frequency_penalty": -1,'
-        '"presence_penalty": 0.5, "top_k": 3, "top_p": 0.5, "typical_p": 0.25, "do_sample": true,'
-        '"max_new_tokens": 4294967295, "min_new_tokens": 1, "ignore_eos_token": true,'
-        '"return_full_text": true, "stop": ["a", ""], "truncate": 7, "watermark": true,'
-        '"details": true, "decoder_input_details": true, "seed": 18446744073709551615,'
-        '"top_n_tokens": 5, "logit_bias": {"42": -100, "7": 0.5}, '
-        '"grammar": {"type": "regex", "value": "a"},'
-        '"adapter_id": "a", "surprise": [1]}'
-    )
+def test_every_field_is_a_parameter_of_the_same_value() -> None:
+    given: dict[str, Any] = {
+        **{"best_of": 2, "temperature": 1.0, "repetition_penalty": 2.0, "frequency_penalty": -1.0},
+        **{"presence_penalty": 0.5, "top_k": 3, "top_p": 0.5, "typical_p": 0.25, "truncate": 7},
+        **{"max_new_tokens": 2**32 - 1, "min_new_tokens": 1, "seed": 2**64 - 1, "top_n_tokens": 5},
+        **dict.fromkeys(("do_sample", "ignore_eos_token", "return_full_text", "watermark"), True),
+        **dict.fromkeys(("details", "decoder_input_details", "deterministic"), True),
+        **{"adapter_id": "a", "cache_salt": "s"},
+    }
+    assert given.keys() | OTHERS.keys() == GenerateParametersBody.model_fields.keys()
+    asked = parse(orjson.dumps({**given, **OTHERS, "surprise": [1]}).decode())
     assert asked == GenerateParameters(
         inputs="x",
-        best_of=2,
-        temperature=1.0,
-        repetition_penalty=2.0,
-        frequency_penalty=-1.0,
-        presence_penalty=0.5,
-        top_k=3,
-        top_p=0.5,
-        typical_p=0.25,
-        do_sample=True,
-        max_new_tokens=2**32 - 1,
-        min_new_tokens=1,
-        ignore_eos_token=True,
-        return_full_text=True,
+        **given,
         stop=("a", ""),
-        truncate=7,
-        watermark=True,
-        details=True,
-        decoder_input_details=True,
-        seed=2**64 - 1,
-        top_n_tokens=5,
         logit_bias=((42, -100.0), (7, 0.5)),
         grammar=Grammar("regex", "a"),
-        adapter_id="a",
     )
-
-
-NULLABLE = [
-    *("best_of", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("top_k", "top_p", "typical_p", "max_new_tokens", "min_new_tokens", "return_full_text"),
-    *("truncate", "seed", "top_n_tokens", "grammar", "adapter_id", "logit_bias"),
-]
 
 
 def test_null_is_absence_for_optional_fields() -> None:
-    assert parse(orjson.dumps(dict.fromkeys(NULLABLE)).decode()) == parse("{}")
+    fields = GenerateParametersBody.model_fields
+    nullable = [name for name, field in fields.items() if field.default is None]
+    assert len(nullable) == 18
+    assert parse(orjson.dumps(dict.fromkeys(nullable)).decode()) == parse("{}")
 
 
 # Beside those of integration_tests/test_bad_input.py.
