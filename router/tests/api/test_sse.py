@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.answers import float32, float32_json
-from text_generation_router.api.sse import error_event, event, named_events
-from text_generation_router.errors import (
-    GenerationError,
-    IncompleteGenerationError,
-    OverloadedError,
-    RouterError,
-    ValidationError,
-)
+from text_generation_router.api.sse import event, named_events
 
 
 def test_event() -> None:
@@ -26,24 +19,6 @@ def test_event() -> None:
 def test_named_events() -> None:
     told = named_events([{"type": "a.b", "x": 1}, {"type": "c"}])
     assert told == b'event: a.b\ndata: {"type":"a.b","x":1}\n\nevent: c\ndata: {"type":"c"}\n\n'
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence", "error_type"),
-    [
-        (ValidationError("no"), "Input validation error: no", "validation"),
-        (OverloadedError(3), "Model is overloaded", "overloaded"),
-        (GenerationError("oh"), "Request failed during generation: oh", "generation"),
-        (
-            IncompleteGenerationError(),
-            "Incomplete generation stream",
-            "incomplete_generation_stream",
-        ),
-    ],
-)
-def test_error_event(error: RouterError, sentence: str, error_type: str) -> None:
-    expected = f'data: {{"error":"{sentence}","error_type":"{error_type}"}}\n\n'
-    assert error_event(error) == expected.encode()
 
 
 @pytest.mark.parametrize(

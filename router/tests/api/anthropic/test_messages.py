@@ -57,6 +57,7 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
             else:
                 pieces[event["index"]].append(text)
         elif event["type"] == "message_delta":
+            assert message["usage"] == event["usage"] | {"output_tokens": 0}
             message |= event["delta"] | {"usage": event["usage"]}
     for block, texts in zip(message["content"], pieces, strict=True):
         text = "".join(texts)

@@ -112,10 +112,8 @@ async def test_a_long_answer_comes_in_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words", "param"),
     [
-        ({"input": ["a", ""]}, "`input` cannot be empty", "input"),
         ({"input": []}, "`input`: must not be empty", "input"),
         ({"input": ["a"] * 2049}, "at most 2048 texts in one request, 2049 are given", "input"),
-        ({"input": "a" * 200}, "However, your input resulted in 201 tokens.", "input"),
         ({"input": "a", "encoding_format": "hex"}, "`encoding_format`", "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "must be -1", "truncate_prompt_tokens"),
         (
@@ -131,22 +129,6 @@ async def test_a_bad_body_is_refused(
     error = await refusal(server, body)
     assert words in error["message"] and error["param"] == param
     assert error["type"] == "invalid_request_error"
-
-
-async def test_a_client_that_leaves_ends_all(own_server: Server) -> None:
-    own_server.shards.delay_s = 0.05
-    call = asyncio.create_task(embed(own_server, ["ab"] * 200))
-    async with asyncio.timeout(5):
-        while own_server.services.infer.free_permits == 8:
-            await asyncio.sleep(0.01)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    async with asyncio.timeout(5):
-        # The step that was under way ends behind the client.
-        while own_server.services.metrics.kv_blocks_used.value or own_server.shards.rows:
-            await asyncio.sleep(0.01)
-    assert own_server.services.infer.free_permits == 8
-    assert own_server.services.metrics.request_success.value() < 100
 
 
 async def test_a_key_has_its_limits(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def without_ids(value: Any) -> Any:
 
 
 async def test_reasoning_text_and_call(server: Server) -> None:
-    answer = await ask(server, tools=[TOOL], metadata={"a": "b"}, temperature=0)
+    answer = await ask(server, tools=[TOOL], temperature=0)
     reasoning, message, call = answer["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert without_ids(message) == {
@@ -62,12 +62,8 @@ async def test_reasoning_text_and_call(server: Server) -> None:
     assert json.loads(call["arguments"]) == {"x": 1}
     prefixes = [item["id"].partition("_")[0] for item in answer["output"]]
     assert prefixes == ["rs", "msg", "fc"] and call["call_id"].startswith("call_")
-    assert (answer["status"], answer["incomplete_details"]) == ("completed", None)
-    assert (answer["metadata"], answer["temperature"], answer["top_p"]) == ({"a": "b"}, 0, 1)
-    assert answer["store"] is False and answer["model"] == server.services.config.served_model_id
     usage = answer["usage"]
     assert usage["output_tokens"] == len(server.shards.script)
-    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
 
 
