@@ -4,8 +4,9 @@ launches each step before the result of the previous one is known."""
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 
 # Rows per block that stays free: without it a new request would be preempted a step later.
@@ -22,7 +23,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    reason: FinishReason = FinishReason.NONE
+    reason: pb.FinishReason = pb.FINISH_REASON_NONE
 
 
 @dataclass(slots=True)
@@ -197,25 +198,26 @@ class Caller:
     def _collect(self) -> None:
         output = self._under_way.popleft().result()
         self._take(output)
-        if not self._under_way and set(output.running_ids) != set(self._held):
+        if not self._under_way and set(output.batch.request_ids) != set(self._held):
             raise LostError(
-                f"the engine runs {len(output.running_ids)} requests, {len(self._held)} have none "
-                "or another end"
+                f"the engine runs {len(output.batch.request_ids)} requests, {len(self._held)} have "
+                "none or another end"
             )
 
-    def _take(self, output: StepOutput) -> None:
-        columns = output.request_ids, output.token_ids, output.logprobs, output.finish_reasons
+    def _take(self, output: pb.StepResponse) -> None:
+        new = output.generations
+        columns = new.request_ids, new.token_ids, new.logprobs, new.finish_reasons
         for request_id, token, logprob, reason in zip(*columns, strict=True):
             held, answer = self._held[request_id], self.answers[request_id]
             held.known.append(token)
             answer.token_ids.append(token)
             answer.logprobs.append(logprob)
-            answer.reason = FinishReason(reason)
+            answer.reason = reason
             if reason:
                 self._free += self._held.pop(request_id).table
-        for request_id, _ in output.errors:
+        for request_id in (error.request_id for error in output.errors):
             # A request that failed before its first token is only reported here.
-            self.answers[request_id].reason = FinishReason.ERROR
+            self.answers[request_id].reason = pb.FINISH_REASON_ERROR
             if request_id in self._held:
                 self._free += self._held.pop(request_id).table
 

@@ -16,9 +16,10 @@ from gpu_caller import Caller
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_engine_tokens import SAMPLINGS
 from gpu_timing import Bench, Figures
+from text_generation_proto import pb
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import FinishReason, NewRequest, WarmupLimits
+from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
@@ -64,7 +65,12 @@ def _load(bench: Bench, sizes: Sizes) -> Loaded:
         engine = load(bench, sizes, folder, None)
         longest = bench.size(_LONGEST, 96)
         most = 12 * engine.block_size if bench.is_dry else None
-        limits = WarmupLimits(bench.size(_PREFILL, 64), rows, None, longest, most)
+        limits = pb.WarmupRequest(
+            max_prefill_tokens=bench.size(_PREFILL, 64),
+            max_batch_size=rows,
+            max_total_tokens=longest,
+            max_batch_total_tokens=most,
+        )
         with ledger_lines() as ledger:
             num_blocks = warm_up(engine, limits).num_blocks
         return Loaded(engine, ledger, num_blocks, grammars_of(engine, folder))
@@ -154,7 +160,7 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
             most_used = max(most_used, _used_bytes(bench) - before)
     caller.end()
     answers = caller.answers.values()
-    failed = sum(answer.reason is FinishReason.ERROR for answer in answers)
+    failed = sum(answer.reason == pb.FINISH_REASON_ERROR for answer in answers)
     most_used = max(most_used, _used_bytes(bench) - before)
     figures: dict[str, float | str] = {
         "requests": len(answers),

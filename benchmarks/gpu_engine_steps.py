@@ -12,8 +12,9 @@ from typing import Any
 from gpu_engine import Sizes, known_requests, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput, WarmupLimits
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from torch.profiler import ProfilerActivity, profile
 
@@ -72,7 +73,13 @@ def warm(bench: Bench, sizes: Sizes, graphs: Sequence[int]) -> Engine:
     size = engine.block_size
     num_blocks = max(rows * -(-longest // size), prompts * -(-(length + 1) // size))
     most = max(longest, length + 1)
-    warm_up(engine, WarmupLimits(prompts * length, rows, None, most, num_blocks * size))
+    limits = pb.WarmupRequest(
+        max_prefill_tokens=prompts * length,
+        max_batch_size=rows,
+        max_total_tokens=most,
+        max_batch_total_tokens=num_blocks * size,
+    )
+    warm_up(engine, limits)
     return engine
 
 

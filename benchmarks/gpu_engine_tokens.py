@@ -15,7 +15,8 @@ from gpu_caller import Answer, Caller
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
-from text_generation_shard.engine.step import NewRequest, WarmupLimits
+from text_generation_proto import pb
+from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
@@ -107,7 +108,12 @@ def _answers(
         engine = load(bench, sizes, folder, graphs, dtype)
         size, rows, length = engine.block_size, 2 * max(_GRAPHS), bench.size(512, 64)
         num_blocks = rows * -(-length // size)
-        limits = WarmupLimits(bench.size(1024, 64), rows, None, length, num_blocks * size)
+        limits = pb.WarmupRequest(
+            max_prefill_tokens=bench.size(1024, 64),
+            max_batch_size=rows,
+            max_total_tokens=length,
+            max_batch_total_tokens=num_blocks * size,
+        )
         warm_up(engine, limits)
         found = {}
         for case in _cases(bench, grammars_of(engine, folder)):

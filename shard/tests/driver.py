@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput, StepOutput, WarmupLimits
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
@@ -49,9 +50,9 @@ def load_engine(
         engine = load_on(device, settings, read_config(settings), world or World())
     warm_up(
         engine,
-        WarmupLimits(
-            max_prefill_tokens=max_prefill_tokens,
-            max_batch_size=max_batch_size,
+        limits_of(
+            max_prefill_tokens,
+            max_batch_size,
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=NUM_BLOCKS * engine.block_size,
         ),
@@ -59,6 +60,18 @@ def load_engine(
     # Draft tokens pay nearly always, however fast this machine is.
     engine._planner.costs = Costs(10**6, 10**6, 1, 0)
     return engine
+
+
+def limits_of(max_prefill_tokens: int, max_batch_size: int, **others: int) -> pb.WarmupRequest:
+    """The limits for a warm-up."""
+    return pb.WarmupRequest(
+        max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size, **others
+    )
+
+
+def errors_of(output: pb.StepResponse) -> dict[int, str]:
+    """The sentences of the requests that failed."""
+    return {error.request_id: error.message for error in output.errors}
 
 
 def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
@@ -120,7 +133,9 @@ class Driver:
         self.longest[request_id] = request.num_prompt_tokens + request.max_new_tokens
         return request
 
-    def add(self, requests: Sequence[NewRequest], advance: StepInput | None = None) -> StepOutput:
+    def add(
+        self, requests: Sequence[NewRequest], advance: StepInput | None = None
+    ) -> pb.StepResponse:
         """Prefill, joining the running batch, which `advance` advances in the same pass."""
         step = StepInput(runs_on=False) if advance is None else advance
         handle = self.engine.launch(replace(step, new_requests=requests))
@@ -129,7 +144,7 @@ class Driver:
             self.left[request.id] = len(request.input_ids) - request.first_end
         return self._take(handle.result(), step)
 
-    def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> StepOutput:
+    def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> pb.StepResponse:
         """Decode everything that runs; `chunks`: how many more tokens of which inputs."""
         if chunks:
             advance = self.advance(chunks, speculate)
@@ -140,7 +155,7 @@ class Driver:
             self.ahead = self.engine.launch(self.advance({}, speculate))
         return self._step_ahead(self.ahead, speculate)
 
-    def _step_ahead(self, handle: StepHandle, speculate: int) -> StepOutput:
+    def _step_ahead(self, handle: StepHandle, speculate: int) -> pb.StepResponse:
         """The result of this decode; the next one is launched before it is known."""
         ahead = None
         if self.engine.device.runs_behind:
@@ -202,12 +217,13 @@ class Driver:
         while self.running:
             self.step()
 
-    def _take(self, result: StepOutput, advance: StepInput) -> StepOutput:
+    def _take(self, result: pb.StepResponse, advance: StepInput) -> pb.StepResponse:
         for request_id, count in advance.chunks:
             self.left[request_id] -= count
-        tokens = iter(zip(result.token_ids, result.logprobs, strict=True))
-        counts = result.token_counts or [1] * len(result.request_ids)
-        columns = zip(result.request_ids, counts, result.finish_reasons, strict=True)
+        new = result.generations
+        tokens = iter(zip(new.token_ids, new.logprobs, strict=True))
+        counts = new.token_counts or [1] * len(new.request_ids)
+        columns = zip(new.request_ids, counts, new.finish_reasons, strict=True)
         for request_id, count, reason in columns:
             assert not self.left[request_id], "only whose input is computed gets tokens"
             for token, logprob in islice(tokens, count):
@@ -218,11 +234,11 @@ class Driver:
                 self.reasons[request_id] = reason
                 self.free += self.tables.pop(request_id)
         assert next(tokens, None) is None, "every token belongs to a request"
-        for request_id, found in result.prompt_logprobs:
-            self.prefill_logprobs[request_id] = found.logprobs
-            self.prefill_ranks[request_id] = found.ranks
-            if found.top_token_ids:
-                tops = zip(found.top_token_ids, found.top_token_logprobs, strict=True)
-                self.prefill_top_tokens[request_id] = list(tops)
-        self.running = list(result.running_ids)
+        for found in result.prefill_logprobs:
+            self.prefill_logprobs[found.request_id] = list(found.logprobs)
+            self.prefill_ranks[found.request_id] = list(found.ranks)
+        for best in result.prefill_top_tokens:
+            tops = zip(best.token_ids, best.logprobs, strict=True)
+            self.prefill_top_tokens[best.request_id] = list(tops)
+        self.running = list(result.batch.request_ids)
         return result

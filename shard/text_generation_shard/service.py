@@ -13,28 +13,19 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.ranks import Ranks, deadline_of_ranks, digest
-from text_generation_shard.engine.step import (
-    NewRequest,
-    StepInput,
-    StepOutput,
-    WarmupLimits,
-    WarmupResult,
-)
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.messages import Messages, NumberedMessages
-from text_generation_shard.translate import (
-    limits_of,
-    request_of,
-    response_of,
-    step_of,
-    warmup_response,
-)
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
+
+
+# The fields of a StepResponse that every rank answers.
+_OF_ALL_RANKS = {"forward_ns", "decode_ns", "total_ns", "concat_ns", "digest"}
 
 
 class Batch:
@@ -91,31 +82,29 @@ class Batch:
     def finish(self, begun: "Begun | None", number: int = 0) -> pb.StepResponse:
         """Wait for a step; the answer to its message, which has this number."""
         if begun is None:
-            return self._answer(StepOutput([], []), number)
+            return self._answer(pb.StepResponse(), number)
         try:
             output = begun.handle.result()
         finally:
             if self.id == begun.batch_id and not self._engine.num_rows_taken:
                 self.id = None
-        response = self._answer(output, number)
-        if output.running_ids and not self._engine.world.rank:
-            response.batch.CopyFrom(
-                pb.CachedBatch(id=begun.batch_id, request_ids=output.running_ids)
-            )
+        if output.HasField("batch"):
+            output.batch.id = begun.batch_id
         if begun.joins:
-            response.concat_ns = output.admit_ns
-        return response
+            output.concat_ns = begun.handle.admit_ns
+        return self._answer(output, number)
 
-    def _answer(self, output: StepOutput, number: int) -> pb.StepResponse:
-        """Rank 0 answers everything; other ranks only a digest that proves the same choices."""
+    def _answer(self, output: pb.StepResponse, number: int) -> pb.StepResponse:
+        """Rank 0 answers everything; other ranks only times, and a digest that proves the same
+        choices."""
         world = self._engine.world
-        response = pb.StepResponse() if world.rank else response_of(output)
-        response.forward_ns = output.forward_ns
-        response.decode_ns = output.decode_ns
-        response.total_ns = output.total_ns
         if world.size > 1:
-            response.digest = digest(number, output)
-        return response
+            output.digest = digest(number, output.generations)
+        if world.rank:
+            for field, _ in output.ListFields():
+                if field.name not in _OF_ALL_RANKS:
+                    output.ClearField(field.name)
+        return output
 
 
 class Begun(NamedTuple):
@@ -247,21 +236,21 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         """Allocate the KV cache and time the first steps."""
         self._messages.take(request.number, may_skip=True)
-        limits = limits_of(request)
         if self._follows_grammars:
             self._grammars.prepare()
 
-        def measured() -> tuple[WarmupResult, float]:
+        def measured() -> pb.WarmupResponse:
             self._batch.clear(None)
-            result = warm_up(self._engine, limits)
-            return result, self._set_deadline(result, limits)
+            result = warm_up(self._engine, request)
+            result.rank_deadline_ms = math.ceil(self._set_deadline(result, request) * 1000)
+            return result
 
-        result, deadline_s = await self._messages.run(request.number, measured)
+        result = await self._messages.run(request.number, measured)
         if self._follows_grammars:
             self._grammars.start()
-        return warmup_response(result, math.ceil(deadline_s * 1000))
+        return result
 
-    def _set_deadline(self, result: WarmupResult, limits: WarmupLimits) -> float:
+    def _set_deadline(self, result: pb.WarmupResponse, limits: pb.WarmupRequest) -> float:
         """Set and return the seconds to wait for other ranks in a step; 0 with one rank."""
         world = self._engine.world
         if world.size == 1:
@@ -279,7 +268,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self._messages.take(number)
         try:
             requests = [await self._to_new_request(item) for item in request.batch.requests]
-            step = step_of(request.advance, request.HasField("advance"), requests)
+            step = StepInput.of(request.advance, request.HasField("advance"), requests)
         except BaseException as error:
             self._messages.abandon(number, error)
             raise
@@ -309,7 +298,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             grammar = await self._grammars.compile(message.grammar)
         elif message.grammar:
             grammar = Grammar()  # followed elsewhere
-        return request_of(message, grammar)
+        return NewRequest.of(message, grammar)
 
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
@@ -343,7 +332,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
                 number = request.number
                 self._messages.take(number)
                 try:
-                    step = step_of(request.advance, True)
+                    step = StepInput.of(request.advance, True)
                 except ValueError as error:
                     self._messages.abandon(number, error)
                     raise

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import FinishReason, StepInput, WarmupLimits
+from text_generation_shard.engine.step import StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, load_engine
+from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, limits_of, load_engine
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
@@ -85,25 +86,25 @@ def test_a_preemption_changes_nothing_where_rope_depends_on_length(
 
 def test_length_end_token_and_ignored_end_token(driver: Driver) -> None:
     free_run = alone(driver, 0, [5, 6, 7], max_new_tokens=30, ignore_eos_token=True)
-    assert driver.reasons[0] == FinishReason.LENGTH and len(free_run) == 30
+    assert driver.reasons[0] == pb.FINISH_REASON_LENGTH and len(free_run) == 30
     # Bias makes the end token the best one, always.
     sampling = {"logit_bias": ((0, 100.0),)}
     assert alone(driver, 1, [5, 6, 7], sampling=sampling) == [0]
-    assert driver.reasons[1] == FinishReason.EOS_TOKEN
+    assert driver.reasons[1] == pb.FINISH_REASON_EOS_TOKEN
     ignoring = alone(driver, 2, [5, 6, 7], sampling=sampling, ignore_eos_token=True)
     assert ignoring == [0] * 8
     late = alone(driver, 3, [5, 6, 7], sampling=sampling, min_new_tokens=5)
     assert len(late) == 6 and 0 not in late[:5] and late[5] == 0
     # Also where it is the last token allowed: the router knows which of them each API tells.
     assert alone(driver, 4, [5, 6, 7], sampling=sampling, max_new_tokens=1) == [0]
-    assert driver.reasons[4] == FinishReason.EOS_TOKEN
+    assert driver.reasons[4] == pb.FINISH_REASON_EOS_TOKEN
 
 
 def test_stop_tokens_end_whatever_is_ignored(driver: Driver) -> None:
     sampling = {"logit_bias": ((7, 100.0), (0, 60.0))}
     options = {"sampling": sampling, "stop_token_ids": [9, 7], "ignore_eos_token": True}
     assert alone(driver, 1, [5, 6, 7], **options) == [7]
-    assert driver.reasons[1] == FinishReason.STOP_TOKEN
+    assert driver.reasons[1] == pb.FINISH_REASON_STOP_TOKEN
     # Neither they nor end tokens come too early, and no other row ends with them.
     late = alone(driver, 2, [5, 6, 7], min_new_tokens=5, **options)
     assert len(late) == 6 and not {0, 7} & set(late[:5]) and late[5] == 7
@@ -111,17 +112,17 @@ def test_stop_tokens_end_whatever_is_ignored(driver: Driver) -> None:
     # An end token is one first of all, unless it is ignored.
     ends = {"sampling": {"logit_bias": ((0, 100.0),)}, "stop_token_ids": [0]}
     assert alone(driver, 4, [5, 6, 7], **ends) == [0]
-    assert driver.reasons[4] == FinishReason.EOS_TOKEN
+    assert driver.reasons[4] == pb.FINISH_REASON_EOS_TOKEN
     assert alone(driver, 5, [5, 6, 7], ignore_eos_token=True, **ends) == [0]
-    assert driver.reasons[5] == FinishReason.STOP_TOKEN
+    assert driver.reasons[5] == pb.FINISH_REASON_STOP_TOKEN
     # As the last one that is allowed, too.
     assert alone(driver, 6, [5, 6, 7], max_new_tokens=1, **options) == [7]
-    assert driver.reasons[6] == FinishReason.STOP_TOKEN
+    assert driver.reasons[6] == pb.FINISH_REASON_STOP_TOKEN
 
 
 def test_top_tokens_only_if_requested(driver: Driver) -> None:
     requests = [driver.request(0, [4, 5], top_n_tokens=3), driver.request(1, [4, 5])]
-    result = driver.add(requests)
+    result = driver.add(requests).generations
     assert result.top_token_counts == [3, 0]
     assert result.top_token_ids[0] == result.token_ids[0]
     assert result.top_token_logprobs == sorted(result.top_token_logprobs, reverse=True)
@@ -170,11 +171,11 @@ def test_a_step_sent_ahead_skips_ended_requests(driver: Driver) -> None:
     engine = driver.engine
     first = driver.advance({})
     second = StepInput(grown=[(1, driver.free.pop())], is_ahead=True)
-    assert engine.step(first).running_ids == [1, 2]
-    assert engine.step(StepInput(is_ahead=True)).running_ids == [2]
+    assert engine.step(first).batch.request_ids == [1, 2]
+    assert engine.step(StepInput(is_ahead=True)).batch.request_ids == [2]
     # Request 1 ended meanwhile, and its table can not grow any more.
     result = engine.step(second)
-    assert result.request_ids == [2] and result.running_ids == [2]
+    assert result.generations.request_ids == [2] and result.batch.request_ids == [2]
     with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
         engine.step(StepInput(grown=second.grown))
 
@@ -186,8 +187,8 @@ def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Dr
     with pytest.raises(BatchError, match=r"\[0\] have no block"):
         driver.engine.step(StepInput())
     grown = [(0, driver.tables[0][1])]
-    assert driver.engine.step(StepInput(grown=grown)).running_ids == [0]
-    assert bare.running_ids == [0]
+    assert driver.engine.step(StepInput(grown=grown)).batch.request_ids == [0]
+    assert bare.batch.request_ids == [0]
     driver.engine.clear()
 
 
@@ -252,13 +253,13 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
 
 def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
     with pytest.raises(ModelError, match=r"max_total_tokens=500.*room for 320 tokens"):
-        warm_up(engine, WarmupLimits(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
-    with pytest.raises(ModelError, match=r"1000000000000 needs .* GB"):
-        warm_up(engine, WarmupLimits(64, 4, max_batch_total_tokens=10**12))
+        warm_up(engine, limits_of(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
+    with pytest.raises(ModelError, match=r"4000000000 needs .* GB"):
+        warm_up(engine, limits_of(64, 4, max_batch_total_tokens=4 * 10**9))
     with pytest.raises(ModelError, match="at least 2"):
-        warm_up(engine, WarmupLimits(64, 4, max_total_tokens=1))
+        warm_up(engine, limits_of(64, 4, max_total_tokens=1))
     for smallest in (2, 3, 64, 65):
-        assert warm_up(engine, WarmupLimits(64, 1, max_total_tokens=smallest)).num_blocks > 0
-    result = warm_up(engine, WarmupLimits(64, 4))
+        assert warm_up(engine, limits_of(64, 1, max_total_tokens=smallest)).num_blocks > 0
+    result = warm_up(engine, limits_of(64, 4))
     assert result.max_total_tokens == 512 and result.max_input_tokens == 511
     assert result.num_blocks == 4 * 512 // engine.block_size

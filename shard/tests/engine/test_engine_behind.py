@@ -14,7 +14,7 @@ from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.service import Batch, Begun, ShardService
 
 from shard.tests.driver import Driver, load_engine
@@ -55,11 +55,11 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
 
     def collect(handle: StepHandle) -> None:
-        output = handle.result()
+        output = handle.result().generations
         for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
             found.setdefault(request_id, []).append(token)
         for request_id, reason in zip(output.request_ids, output.finish_reasons, strict=True):
-            if reason != FinishReason.NONE:
+            if reason != pb.FINISH_REASON_NONE:
                 driver.reasons[request_id] = reason
 
     for step in range(40):
@@ -89,7 +89,7 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
 @pytest.mark.slow
 def test_tokens_are_those_of_a_device_that_is_not(driver: Driver, plain: Driver) -> None:
     expected = tokens_of(plain, behind=False)
-    assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
+    assert plain.reasons[3] == pb.FINISH_REASON_EOS_TOKEN and len(plain.reasons) == 4
     assert tokens_of(driver, behind=True) == expected
     assert driver.reasons == plain.reasons
     assert driver.engine.num_rows_taken == 0
@@ -104,7 +104,11 @@ def test_what_depends_on_tokens_waits_for_them(driver: Driver) -> None:
     assert first.outcome is not None and second.outcome is None, "no more than two are"
     engine.launch(StepInput(speculate=2))
     assert third.outcome is not None, "draft tokens are made of tokens that are known"
-    assert [len(handle.result().token_ids) for handle in (first, second, third)] == [1, 1, 1]
+    assert [len(handle.result().generations.token_ids) for handle in (first, second, third)] == [
+        1,
+        1,
+        1,
+    ]
     engine.clear()
     assert engine.num_rows_taken == 0
 
@@ -161,8 +165,8 @@ def test_steps_behind_one_that_fails_are_lost_with_it(
 ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
 
-def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
-    """The output of a step with a new request, launched behind a step in which another request
+def with_one_that_ended(driver: Driver, new: NewRequest) -> pb.Generations:
+    """The tokens of a step with a new request, launched behind a step in which another request
     takes part that ended in the step before."""
     engine = driver.engine
     both = [
@@ -174,7 +178,9 @@ def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
     handles = [engine.launch(StepInput()), engine.launch(StepInput())]
     handles.append(engine.launch(StepInput([new])))
     ended, behind, last = (handle.result() for handle in handles)
-    assert ended.finish_reasons[0] == FinishReason.EOS_TOKEN and behind.request_ids == [1]
+    assert ended.generations.finish_reasons[
+        0
+    ] == pb.FINISH_REASON_EOS_TOKEN and behind.generations.request_ids == [1]
     return last
 
 
@@ -182,7 +188,8 @@ def test_the_row_of_an_ended_request_leaks_nothing_to_its_next_request(
     driver: Driver, plain: Driver
 ) -> None:
     found = with_one_that_ended(driver, driver.request(2, range(30, 50)))
-    expected = plain.engine.step(StepInput([plain.request(2, range(30, 50))], runs_on=False))
+    step = StepInput([plain.request(2, range(30, 50))], runs_on=False)
+    expected = plain.engine.step(step).generations
     assert found.request_ids[-1] == 2 and found.token_ids[-1] == expected.token_ids[0]
     assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
 
@@ -192,9 +199,9 @@ def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(driver: Dri
     request = driver.request(0, range(3, 12), prefill_logprobs=True)
     handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
     first, second = (handle.result() for handle in handles)
-    [(number, found)] = first.prompt_logprobs
-    assert (number, len(found.logprobs)) == (0, 9)
-    assert second.request_ids == [0] and not second.prompt_logprobs
+    [found] = first.prefill_logprobs
+    assert (found.request_id, len(found.logprobs)) == (0, 9)
+    assert second.generations.request_ids == [0] and not second.prefill_logprobs
 
 
 @pytest.mark.parametrize("name", ["plain", "stream"])
@@ -210,7 +217,7 @@ def test_a_step_ahead_of_the_end_is_no_failure(
     batch.finish(batch.prefill(1, None, StepInput([new], runs_on=False)))
     last = batch.decode([1], StepInput())
     ahead = batch.decode([1], StepInput(speculate=speculate, is_ahead=True))
-    assert batch.finish(last).generations.finish_reasons == [FinishReason.EOS_TOKEN]
+    assert batch.finish(last).generations.finish_reasons == [pb.FINISH_REASON_EOS_TOKEN]
     answer = batch.finish(ahead)
     assert not answer.generations.request_ids and not answer.HasField("batch")
     assert batch.id is None and engine.num_rows_taken == 0

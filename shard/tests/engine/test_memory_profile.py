@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from text_generation_proto import pb
 from text_generation_shard.device.base import Launched, MemoryBudget, Model
 from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Costs, StepInput, WarmupLimits
+from text_generation_shard.engine.step import Costs, StepInput
 from text_generation_shard.engine.warmup import LargestStep, largest_steps, warm_up
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
 
-from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.driver import Driver, limits_of, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
 
 ROWS, TOKENS, LONGEST, KEYS = 6, 64, 200, 384
@@ -106,7 +107,7 @@ def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: Measu
         # A step, and one more that is launched before its scores are gone.
         steps = driver.advance({ROWS: TOKENS}), StepInput()
         handles = [engine.launch(step) for step in steps]
-        assert [len(handle.result().token_ids) for handle in handles] == [ROWS, ROWS]
+        assert [len(handle.result().generations.token_ids) for handle in handles] == [ROWS, ROWS]
 
     _, peak = peak_of(compute)
     engine.clear()
@@ -146,10 +147,10 @@ def test_a_gpu_gathers_keys_up_to_a_number() -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [WarmupLimits(16, 1, max_total_tokens=2), WarmupLimits(16, 3, max_total_tokens=3)],
+    [limits_of(16, 1, max_total_tokens=2), limits_of(16, 3, max_total_tokens=3)],
 )
 @pytest.mark.usefixtures("is_unmeasured")
-def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: WarmupLimits) -> None:
+def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: pb.WarmupRequest) -> None:
     assert warm_up(engine, limits).max_total_tokens == limits.max_total_tokens
     assert engine.num_rows_taken == 0
 
@@ -160,9 +161,9 @@ def test_a_memory_profile_without_memory_names_the_flags(
 ) -> None:
     monkeypatch.setattr(device, "most", TOKENS)
     with pytest.raises(ModelError, match=r"64 prefill tokens beside 6 req.*max-batch-prefill"):
-        warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+        warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST))
     monkeypatch.setattr(device, "most", 10**6)
-    assert warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
+    assert warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
 
 
 @pytest.mark.usefixtures("is_unmeasured")
@@ -172,7 +173,7 @@ def test_what_recorded_steps_hold_is_told(
     memory_budget = MemoryBudget(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
     monkeypatch.setattr(engine.device, "free_bytes", lambda *_: memory_budget)
     with caplog.at_level(logging.INFO):
-        warm_up(engine, WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+        warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST))
     (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
     assert line.endswith("0.500 GB  decode steps of 1 to 64 rows")
 

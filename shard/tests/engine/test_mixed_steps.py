@@ -175,10 +175,10 @@ def test_a_chunked_prompt_rests_unless_named_and_gets_no_token_before_its_end(
     driver.run()
     driver.add([driver.request(1, [4, 5], max_new_tokens=9, ignore_eos_token=True)])
     first = driver.add([replace(driver.request(2, ids, max_new_tokens=9), chunk_len=20)])
-    assert first.request_ids == [] and first.running_ids == [1, 2]
-    assert driver.step().request_ids == [1]
-    assert driver.step({2: 29}).request_ids == [1]
-    assert driver.step({2: 1}).request_ids == [1, 2]
+    assert first.generations.request_ids == [] and first.batch.request_ids == [1, 2]
+    assert driver.step().generations.request_ids == [1]
+    assert driver.step({2: 29}).generations.request_ids == [1]
+    assert driver.step({2: 1}).generations.request_ids == [1, 2]
     driver.run()
     assert driver.tokens[2] == driver.tokens[0]
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
@@ -149,10 +150,12 @@ def test_a_text_that_repeats_takes_few_steps(driver: Driver) -> None:
     assert steps <= 20
 
 
-@pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])
-def test_an_end_token_ends_behind_right_draft_tokens(driver: Driver, reason: FinishReason) -> None:
+@pytest.mark.parametrize("reason", [pb.FINISH_REASON_EOS_TOKEN, pb.FINISH_REASON_STOP_TOKEN])
+def test_an_end_token_ends_behind_right_draft_tokens(
+    driver: Driver, reason: pb.FinishReason
+) -> None:
     """The row repeats itself until min_new_tokens, then can only end, within its draft tokens."""
-    end = 0 if reason is FinishReason.EOS_TOKEN else 8
+    end = 0 if reason == pb.FINISH_REASON_EOS_TOKEN else 8
     sampling = {"logit_bias": ((end, 100.0), (7, 60.0))}
     options = {"sampling": sampling, "min_new_tokens": 21, "max_new_tokens": 50}
     options |= {"stop_token_ids": [end]} if end else {}
@@ -187,7 +190,7 @@ def test_a_grammar_is_followed_and_ended_as_without_draft_tokens(
         driver.run()
         driver.add([driver.request(100 + number, prompt, **options)])
         while driver.running:
-            several += len(driver.step(speculate=4).token_counts)
+            several += len(driver.step(speculate=4).generations.token_counts)
         assert driver.tokens[100 + number] == driver.tokens[number]
         assert driver.reasons[100 + number] == driver.reasons[number]
         if grammar.min_tokens <= 300:
@@ -208,11 +211,11 @@ def test_a_step_sent_ahead_follows_any_result_of_the_previous_step(driver: Drive
     grown = [(0, driver.free.pop()), (1, driver.free.pop())]
     second = StepInput(grown=grown, speculate=4, is_ahead=True)
     before = engine.step(first)
-    assert before.request_ids == [0, 1] and before.running_ids == [0]
-    assert before.token_counts == [5, 4] and set(before.token_ids) == {7}
+    assert before.generations.request_ids == [0, 1] and before.batch.request_ids == [0]
+    assert before.generations.token_counts == [5, 4] and set(before.generations.token_ids) == {7}
     result = engine.step(second)
-    assert result.request_ids == [0] and result.running_ids == [0]
-    assert result.token_ids == [7] * 5
+    assert result.generations.request_ids == [0] and result.batch.request_ids == [0]
+    assert result.generations.token_ids == [7] * 5
     engine.clear()
 
 
@@ -225,5 +228,5 @@ def test_blocks_that_are_missing_lower_the_draft(driver: Driver) -> None:
     driver.add([driver.request(0, [7] * 13, **options)])
     # 14 tokens are known, and there is one block of 16: of six draft tokens two have a place.
     result = driver.engine.step(StepInput(speculate=6))
-    assert result.token_ids == [7, 7, 7]
+    assert result.generations.token_ids == [7, 7, 7]
     driver.engine.clear()

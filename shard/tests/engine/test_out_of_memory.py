@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_proto import pb
 from text_generation_shard.device.base import Launched, ScheduledTokens, StepPlan
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.step import FinishReason, StepInput
+from text_generation_shard.engine.step import StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 from torch import Tensor
 
-from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.driver import Driver, errors_of, load_engine, reference_device
 from shard.tests.engine.test_engine_behind import tokens_of
 from shard.tests.engine.test_mixed_steps import make_wanted, run_mixed
 from shard.tests.stream_device import StreamDevice
@@ -195,12 +196,12 @@ def test_a_row_that_fails_is_not_in_the_steps_behind(
     in_parts = replace(driver.request(3, late, **LONG), chunk_len=5)
     handles += [engine.launch(StepInput()), engine.launch(StepInput([in_parts]))]
     outputs = [handle.result() for handle in handles]
-    assert [item.request_ids for item in outputs] == [[1, 2], [1, 2], [1]]
-    assert [item.running_ids for item in outputs] == [[1, 2], [1], [1, 3]]
-    assert outputs[1].finish_reasons == [FinishReason.NONE, FinishReason.ERROR]
-    ((number, sentence),) = outputs[1].errors
+    assert [item.generations.request_ids for item in outputs] == [[1, 2], [1, 2], [1]]
+    assert [item.batch.request_ids for item in outputs] == [[1, 2], [1], [1, 3]]
+    assert outputs[1].generations.finish_reasons == [pb.FINISH_REASON_NONE, pb.FINISH_REASON_ERROR]
+    [(number, sentence)] = errors_of(outputs[1]).items()
     assert number == 2 and "not enough memory" in sentence and "--max-batch-total" in sentence
-    tokens = [item.token_ids[0] for item in outputs]
+    tokens = [item.generations.token_ids[0] for item in outputs]
     driver.tokens[1], driver.running, driver.left = tokens, [1, 3], {1: 0, 3: 15}
     driver.known[1] += tokens
     driver.tokens[3] = []
@@ -233,14 +234,15 @@ def test_a_request_that_does_not_fit_alone_fails_alone(
         driver.request(4, other, **LONG),
     ]
     result = driver.engine.step(replace(driver.advance({}), new_requests=new))
-    ((number, sentence),) = result.errors
+    [(number, sentence)] = errors_of(result).items()
     assert number == 3 and "behind 14 of its tokens" in sentence
-    whole = dict(zip(result.request_ids, result.finish_reasons, strict=True))
-    failed = {} if chunk_len else {3: FinishReason.ERROR}
-    assert whole == {2: FinishReason.NONE, 4: FinishReason.NONE, **failed}
-    assert result.running_ids == [2, 4] and driver.engine.num_rows_taken == 2
+    new = result.generations
+    whole = dict(zip(new.request_ids, new.finish_reasons, strict=True))
+    failed = {} if chunk_len else {3: pb.FINISH_REASON_ERROR}
+    assert whole == {2: pb.FINISH_REASON_NONE, 4: pb.FINISH_REASON_NONE, **failed}
+    assert result.batch.request_ids == [2, 4] and driver.engine.num_rows_taken == 2
     driver.left |= {4: 0}
-    for request_id, token in zip(result.request_ids, result.token_ids, strict=True):
+    for request_id, token in zip(new.request_ids, new.token_ids, strict=True):
         driver.tokens[request_id].append(token)
         driver.known[request_id].append(token)
     driver.running = [2, 4]
@@ -281,11 +283,12 @@ def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
         for item, chunk_len in zip(others, (0, 10), strict=True)
     ]
     result = driver.engine.step(StepInput([leader, *others]))
-    assert [number for number, _ in result.errors] == [1]
-    assert dict(zip(result.request_ids, result.token_ids, strict=True))[2] == driver.tokens[0][0]
-    result = driver.engine.step(StepInput(chunks=[(3, 15)]))
-    assert dict(zip(result.request_ids, result.token_ids, strict=True)) == {
-        5: result.token_ids[0],
+    assert list(errors_of(result)) == [1]
+    new = result.generations
+    assert dict(zip(new.request_ids, new.token_ids, strict=True))[2] == driver.tokens[0][0]
+    new = driver.engine.step(StepInput(chunks=[(3, 15)])).generations
+    assert dict(zip(new.request_ids, new.token_ids, strict=True)) == {
+        5: new.token_ids[0],
         2: driver.tokens[0][1],
         3: driver.tokens[0][0],
     }

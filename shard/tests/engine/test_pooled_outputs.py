@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from text_generation_shard.arrays import Floats
 from text_generation_shard.engine import pooled_outputs
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 from torch import Tensor
 
@@ -25,8 +26,12 @@ SCORED = (5, 9, 250)
 WANTED: Mapping[str, Any] = {"max_new_tokens": 1, "score_token_ids": SCORED}
 
 
-def vectors(output: StepOutput) -> dict[int, Floats]:
-    return {number: np.frombuffer(values, "<f4") for number, values in output.pooled_prompts}
+def vectors(output: pb.StepResponse) -> dict[int, Floats]:
+    return {item.request_id: np.frombuffer(item.values, "<f4") for item in output.pooled_prompts}
+
+
+def scored(output: pb.StepResponse) -> dict[int, list[float]]:
+    return {item.request_id: list(item.logprobs) for item in output.token_scores}
 
 
 def hidden_of(oracle: Oracle, ids: Sequence[int]) -> Tensor:
@@ -45,9 +50,9 @@ def scores_of(oracle: Oracle, ids: Sequence[int]) -> list[float]:
     return found
 
 
-def assert_right(oracle: Oracle, ids: Sequence[int], pooling: Pooling, found: Floats) -> None:
+def assert_right(oracle: Oracle, ids: Sequence[int], pooling: pb.Pooling, found: Floats) -> None:
     hidden = hidden_of(oracle, ids)
-    wanted = hidden.mean(0) if pooling is Pooling.MEAN else hidden[-1]
+    wanted = hidden.mean(0) if pooling == pb.POOLING_MEAN else hidden[-1]
     assert found == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-4)
 
 
@@ -65,7 +70,7 @@ def test_equals_transformers_beside_generation(
     driver.run()
     driver.add([driver.request(200, PROMPTS[-1], **other)])
     driver.step()
-    for pooling in (Pooling.LAST, Pooling.MEAN):
+    for pooling in (pb.POOLING_LAST, pb.POOLING_MEAN):
         requests = [
             driver.request(10 * pooling + n, ids, pooling=pooling, **WANTED)
             for n, ids in enumerate(PROMPTS)
@@ -76,8 +81,7 @@ def test_equals_transformers_beside_generation(
         last = requests[-1].id
         while driver.left[last]:
             part = driver.step({last: min(31, driver.left[last])})
-        found, scores = vectors(whole) | vectors(part), dict(whole.token_scores)
-        scores |= dict(part.token_scores)
+        found, scores = vectors(whole) | vectors(part), scored(whole) | scored(part)
         assert list(found) == list(scores) == [request.id for request in requests]
         for request, ids in zip(requests, PROMPTS, strict=True):
             assert_right(oracle, ids, pooling, found[request.id])
@@ -97,7 +101,7 @@ def test_scores_are_the_models_own(tiny_model_path: Path) -> None:
     ]
     output = driver.add(requests)
     assert driver.tokens[1] == [5]
-    scores = dict(output.token_scores)
+    scores = scored(output)
     assert scores[1] == scores[0] and not output.pooled_prompts
 
 
@@ -105,15 +109,15 @@ def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
     driver = Driver(load_engine(tiny_model_path))
     size = driver.engine.block_size
     ids = [3 + n % 90 for n in range(3 * size)]
-    first = driver.request(0, ids, max_new_tokens=9, pooling=Pooling.LAST, ignore_eos_token=True)
-    second = driver.request(1, ids, pooling=Pooling.LAST, **WANTED)
+    first = driver.request(0, ids, max_new_tokens=9, pooling=pb.POOLING_LAST, ignore_eos_token=True)
+    second = driver.request(1, ids, pooling=pb.POOLING_LAST, **WANTED)
     tables = [*driver.tables[0][:2], *driver.tables[1][2:]]
     second = replace(second, block_table=tables, num_cached_tokens=2 * size)
     found = vectors(driver.add([first]))
     behind = vectors(driver.engine.step(StepInput([second])))
     assert behind[1] == pytest.approx(found[0], abs=1e-4)
     with pytest.raises(BatchError, match="32 are cached"):
-        driver.engine.step(StepInput([replace(second, id=2, pooling=Pooling.MEAN)]))
+        driver.engine.step(StepInput([replace(second, id=2, pooling=pb.POOLING_MEAN)]))
 
 
 class _Norm:
@@ -134,7 +138,7 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pooled_outputs, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
-    for number, pooling in enumerate((Pooling.MEAN, Pooling.LAST)):
+    for number, pooling in enumerate((pb.POOLING_MEAN, pb.POOLING_LAST)):
         blocks = range(40 * number, 40 * number + 33)
         table.take(
             NewRequest(

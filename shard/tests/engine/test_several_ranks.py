@@ -12,7 +12,7 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Costs, StepOutput
+from text_generation_shard.engine.step import Costs
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_on, read_config
@@ -289,8 +289,8 @@ async def test_a_wrong_token_is_found_in_its_step(
     engine = shards.ranks[1]._engine
     write = engine._write
 
-    def write_another(self: Engine, part: Any) -> StepOutput:
-        part.verified.output.token_ids[0] += 1
+    def write_another(self: Engine, part: Any) -> pb.StepResponse:
+        part.verified.output.generations.token_ids[0] += 1
         return write(part)
 
     monkeypatch.setattr(engine, "_write", MethodType(write_another, engine))

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_generation_proto import pb
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepInput, StepOutput, WarmupLimits
+from text_generation_shard.engine.step import StepInput
 from text_generation_shard.engine.warmup import measure, warm_up
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, limits_of, load_engine
 
 ROWS, PROMPT = 8, 384
 
@@ -25,7 +26,7 @@ def engine(tiny_model_path: Path) -> Engine:
 
 
 def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    limits = WarmupLimits(64, 4, max_total_tokens=200, max_batch_total_tokens=3200)
+    limits = limits_of(64, 4, max_total_tokens=200, max_batch_total_tokens=3200)
     with caplog.at_level(logging.INFO):
         result = warm_up(engine, limits)
     lines = [line for line in caplog.messages if line.startswith("memory: ")]
@@ -39,7 +40,7 @@ def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 2), (1, 3), (4, 60), (64, 400)])
 def test_steps_are_measured_with_any_limits(engine: Engine, rows: int, longest: int) -> None:
-    result = warm_up(engine, WarmupLimits(64, rows, max_total_tokens=longest))
+    result = warm_up(engine, limits_of(64, rows, max_total_tokens=longest))
     assert 0 < result.prefill_token_ns <= result.decode_step_ns
     assert engine.num_rows_taken == 0
 
@@ -49,15 +50,15 @@ class ScriptedSteps:
 
     block_size, records_steps, measures_once = 16, False, True
 
-    def step(self, step: StepInput) -> StepOutput:
-        result = StepOutput([], [])
+    def step(self, step: StepInput) -> pb.StepResponse:
+        result = pb.StepResponse()
         if not step.new_requests:
-            return StepOutput([], [], running_ids=[0], total_ns=5_100_000)
+            return pb.StepResponse(batch=pb.CachedBatch(request_ids=[0]), total_ns=5_100_000)
         for item in step.new_requests:
             count = len(item.input_ids) - item.num_cached_tokens
             result.total_ns += count * (100_000 + 20 * item.num_cached_tokens)
             if item.max_new_tokens > 1:
-                result.running_ids.append(item.id)
+                result.batch.request_ids.append(item.id)
         result.total_ns += 5_000_000
         return result
 
@@ -78,7 +79,7 @@ def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
     engine = ScriptedSteps()
     plain, asked = engine.step, Counter[bool]()
 
-    def step(given: StepInput) -> StepOutput:
+    def step(given: StepInput) -> pb.StepResponse:
         found = plain(given)
         asked[bool(given.new_requests)] += 1
         found.total_ns *= 100
@@ -100,7 +101,7 @@ def test_what_is_recorded_is_measured_as_it_will_be(monkeypatch: pytest.MonkeyPa
     engine.records_steps = True
     plain = engine.step
 
-    def step(given: StepInput) -> StepOutput:
+    def step(given: StepInput) -> pb.StepResponse:
         nonlocal asked
         asked = 0 if len(given.new_requests) == 1 else asked + 1
         found = plain(given)
@@ -131,7 +132,7 @@ def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    limits = WarmupLimits(PROMPT, ROWS)
+    limits = limits_of(PROMPT, ROWS)
     shape = warmup.CacheShape(3, 2, 16, engine.block_size, torch.float32)
     reserved = warmup.activation_bytes(engine.model.config, torch.float32, limits)
     reserved += engine.model.attention.workspace_bytes(shape)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import FinishReason
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.ending import allowed_tokens
@@ -16,7 +16,7 @@ from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, errors_of, load_engine
 
 EMBEDDED = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
 WHITESPACE = {"whitespace_flexible": False, "whitespace_pattern": "[\\x20]?"}
@@ -138,7 +138,7 @@ def test_the_grammar_decides_about_end_tokens(driver: Driver, compiler: GrammarC
         driver.run()
         assert driver.tokens[request_id][-1] == 0
     assert [len(driver.tokens[n]) for n in range(3)] == [2, 6, 13]
-    assert {driver.reasons[n] for n in range(3)} == {FinishReason.EOS_TOKEN}
+    assert {driver.reasons[n] for n in range(3)} == {pb.FINISH_REASON_EOS_TOKEN}
 
 
 def test_a_text_that_is_brought_to_its_end_was_cut(
@@ -150,7 +150,7 @@ def test_a_text_that_is_brought_to_its_end_was_cut(
     driver.add([driver.request(0, [3], grammar=strings, sampling=never_closes, max_new_tokens=9)])
     driver.run()
     json.loads(tokenizer.decode(driver.tokens[0]))
-    assert driver.reasons[0] == FinishReason.LENGTH
+    assert driver.reasons[0] == pb.FINISH_REASON_LENGTH
     assert driver.logprobs[0][-2] == 0.0, "the forced token was the only choice"
 
 
@@ -162,8 +162,9 @@ def test_a_request_that_fails_fails_alone(driver: Driver, compiler: GrammarCompi
     stranger = driver.request(2, [3, 50, 51], num_prompt_tokens=1, grammar=digits)
     healthy = driver.request(3, [3], grammar=digits)
     result = driver.add([broken, stranger, healthy])
-    assert result.finish_reasons == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.NONE]
-    errors = dict(result.errors)
+    failed, goes_on = pb.FINISH_REASON_ERROR, pb.FINISH_REASON_NONE
+    assert result.generations.finish_reasons == [failed, failed, goes_on]
+    errors = errors_of(result)
     assert 'unknown name: "nothing"' in errors[1] and "generated before" in errors[2]
     driver.run()
     assert len(driver.tokens[0]) == 6 and len(driver.tokens[3]) == 8
@@ -173,7 +174,7 @@ def test_logprobs_are_those_among_the_allowed_tokens(
     driver: Driver, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     grammar = compiler.compile_now("start: /[0-4]/")
-    result = driver.add([driver.request(0, [3], grammar=grammar, top_n_tokens=300)])
+    result = driver.add([driver.request(0, [3], grammar=grammar, top_n_tokens=300)]).generations
     assert {tokenizer.id_to_token(token) for token in result.top_token_ids} == set("01234")
     assert math.fsum(map(math.exp, result.top_token_logprobs)) == pytest.approx(1.0)
     assert result.logprobs[0] == pytest.approx(result.top_token_logprobs[0])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from text_generation_proto import pb
 from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import FinishReason, StepInput
+from text_generation_shard.engine.step import StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
@@ -140,11 +141,11 @@ def test_a_step_is_answered_while_masks_of_the_next_are_under_way(
     first, second = engine.launch(StepInput()), engine.launch(StepInput())
     assert second.plan.grammars is None, "the token before is not known"
     engine._masks._thread.submit(gate.wait, 20)
-    assert first.result().request_ids == [0]
+    assert first.result().generations.request_ids == [0]
     grammars: Any = second.plan.grammars
     assert grammars is not None and not grammars._job.done()
     gate.set()
-    assert second.result().request_ids == [0]
+    assert second.result().generations.request_ids == [0]
 
 
 def test_a_step_that_can_not_be_launched_again_is_lost_alone(
@@ -186,8 +187,8 @@ def test_a_grammar_follows_its_own_tokens(stream: Driver, compiler: GrammarCompi
     new = stream.request(1, range(30, 50), grammar=grammar)
     handles = [engine.launch(StepInput()), engine.launch(StepInput([new]))]
     ended, found = (handle.result() for handle in handles)
-    assert ended.finish_reasons == [FinishReason.EOS_TOKEN]
-    assert found.request_ids == [1] and not found.errors
+    assert ended.generations.finish_reasons == [pb.FINISH_REASON_EOS_TOKEN]
+    assert found.generations.request_ids == [1] and not found.errors
 
 
 def test_a_forced_token_leaves_the_scores_alone(
@@ -199,7 +200,7 @@ def test_a_forced_token_leaves_the_scores_alone(
     def compare(plan: Any, choice: Any, *rest: Any) -> Any:
         before = torch.as_tensor(choice.scores).clone()
         found = verify(plan, choice, *rest)
-        seen.append((torch.equal(before, torch.as_tensor(choice.scores)), found.output))
+        seen.append((torch.equal(before, torch.as_tensor(choice.scores)), found.output.generations))
         return found
 
     monkeypatch.setattr("text_generation_shard.engine.engine.verify", compare)

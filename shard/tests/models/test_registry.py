@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from text_generation_proto import pb
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.engine.step import Pooling
 from text_generation_shard.errors import ModelError
 
 from integration_tests.checkpoints import write_checkpoint
@@ -46,9 +46,9 @@ def test_a_bare_model_is_loaded(
     with caplog.at_level(logging.WARNING):
         driver = Driver(load_engine(path))
     assert ("it is an embedding model" in caplog.text) == (not is_tied)
-    output = driver.add([driver.request(0, IDS, max_new_tokens=1, pooling=Pooling.LAST)])
-    [(_, pooled)] = output.pooled_prompts
-    assert np.frombuffer(pooled, "<f4") == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    output = driver.add([driver.request(0, IDS, max_new_tokens=1, pooling=pb.POOLING_LAST)])
+    [pooled] = output.pooled_prompts
+    assert np.frombuffer(pooled.values, "<f4") == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_a_head_that_is_only_missing_is_an_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from text_generation_proto import pb
 
 from text_generation_shard.device.base import Device, Launched, ScheduledTokens
 from text_generation_shard.engine import out_of_memory
@@ -23,7 +24,7 @@ from text_generation_shard.engine.output import Part, verify, write
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput, StepOutput
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.llama import LlamaModel
@@ -43,7 +44,7 @@ class StepHandle:
     ) -> None:
         self.plan, self.launched = plan, launched
         self.began_ns, self.admit_ns = began_ns, admit_ns
-        self.outcome: StepOutput | BaseException | None = None
+        self.outcome: pb.StepResponse | BaseException | None = None
         self._engine = engine
 
     def wait(self) -> None:
@@ -51,10 +52,10 @@ class StepHandle:
         if self.outcome is None:
             self.launched.wait()
 
-    def result(self) -> StepOutput:
+    def result(self) -> pb.StepResponse:
         """Wait for the step. If it failed, its new requests have no rows, and the other rows are
         unchanged but for grown block tables. Out of memory fails only the requests that do not fit
-        alone: see `StepOutput.errors`."""
+        alone: see `StepResponse.errors`."""
         self._engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -152,7 +153,7 @@ class Engine:
         self._planner.costs = costs
         self._splits = self.world.size == 1
 
-    def step(self, step: StepInput) -> StepOutput:
+    def step(self, step: StepInput) -> pb.StepResponse:
         """Compute a step. If it fails: see StepHandle."""
         return self.launch(step).result()
 
@@ -275,13 +276,13 @@ class Engine:
             self._table.rewind(out_of_memory.without(plan.computed, plan.ended_rows()))
         return steps
 
-    def _finish(self, handle: StepHandle) -> StepOutput:
+    def _finish(self, handle: StepHandle) -> pb.StepResponse:
         """Wait for a step, and write its results."""
         launched, handle.launched = handle.launched, NotLaunched()
         part = self._computed(handle.plan, launched)
         return self._complete(self._write(part), handle, part.done_ns)
 
-    def _finish_in_parts(self, handle: StepHandle, failed: set[int]) -> StepOutput:
+    def _finish_in_parts(self, handle: StepHandle, failed: set[int]) -> pb.StepResponse:
         """Compute a step in parts, without the rows in `failed`; adds the rows that do not fit
         even alone. The row table is written after all parts are computed."""
         plan, table = handle.plan, self._table
@@ -319,28 +320,30 @@ class Engine:
             verified = verify(plan, choice, self._table, self._end_ids, self.world)
         return Part(plan, verified, scores.forward_done_ns)
 
-    def _write(self, part: Part) -> StepOutput:
+    def _write(self, part: Part) -> pb.StepResponse:
         """Write results into the row table, and release the rows that ended."""
         samples, verified = part.plan.samples, part.verified
         if verified is not None and not samples.is_single:
             self._planner.learn(samples, np.array(verified.counts) - 1)
         return write(part, self._table)
 
-    def _complete(self, output: StepOutput, handle: StepHandle, done_ns: int) -> StepOutput:
+    def _complete(
+        self, output: pb.StepResponse, handle: StepHandle, done_ns: int
+    ) -> pb.StepResponse:
         """Add the running requests and the times of the step; its passes ended at `done_ns`."""
         table = self._table
         rows = table.running.tolist()
         if self._in_flight:
             young = [row for other in self._in_flight for row in other.plan.new_rows]
             rows = [row for row in rows if row not in young]
-        output.running_ids = table.ids(rows)
+        if rows:
+            output.batch.request_ids.extend(table.ids(rows))
         end = time.perf_counter_ns()
         # The device started this step after the previous one was done.
         output.forward_ns = done_ns - max(handle.began_ns, self._last_done_ns)
         self._last_done_ns = done_ns
         output.decode_ns = end - done_ns
         output.total_ns = end - handle.began_ns
-        output.admit_ns = handle.admit_ns
         return output
 
     def filter(self, request_ids: Sequence[int]) -> list[int]:

@@ -5,16 +5,16 @@ This module decides how to cut a step; the engine computes.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
+from text_generation_proto import pb
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import FinishReason, StepOutput
 
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 """Errors of a step that ran out of memory; the device can go on."""
@@ -126,31 +126,33 @@ def written_by_others(
         yield replace(item, starts=starts, counts=item.ends - starts)
 
 
-def merged(outputs: Sequence[StepOutput]) -> StepOutput:
+def merged(outputs: Sequence[pb.StepResponse]) -> pb.StepResponse:
     """One output from those of a step's parts."""
-    whole = StepOutput([], [])
-    has_counts = any(item.token_counts for item in outputs)
-    has_top_tokens = any(item.top_token_counts for item in outputs)
+    whole = pb.StepResponse()
+    has_counts = any(item.generations.token_counts for item in outputs)
+    has_top_tokens = any(item.generations.top_token_counts for item in outputs)
     for item in outputs:
-        if has_counts:
-            item.token_counts = item.token_counts or [1] * len(item.request_ids)
-        if has_top_tokens:
-            item.top_token_counts = item.top_token_counts or [0] * len(item.token_ids)
-        for name in (field.name for field in fields(whole)):
-            if isinstance(column := getattr(whole, name), list):
-                column += getattr(item, name)
+        found = item.generations
+        if has_counts and not found.token_counts:
+            found.token_counts.extend([1] * len(found.request_ids))
+        if has_top_tokens and not found.top_token_counts:
+            found.top_token_counts.extend([0] * len(found.token_ids))
+        whole.MergeFrom(item)
     return whole
 
 
-def failure(request_id: int, num_tokens: int, gets_token: bool) -> StepOutput:
+def failure(request_id: int, num_tokens: int, gets_token: bool) -> pb.StepResponse:
     """The output for a request that did not fit alone, after `num_tokens` computed tokens;
     gets_token: the step was to sample a token, and a meaningless one takes its place."""
     sentence = (
         f"there is not enough memory for this request, though it was computed alone, behind "
         f"{num_tokens} of its tokens; shorten it, or decrease --max-batch-total-tokens"
     )
-    output = StepOutput([], [], errors=[(request_id, sentence)])
+    output = pb.StepResponse(errors=[pb.RequestError(request_id=request_id, message=sentence)])
     if gets_token:
-        output.request_ids, output.finish_reasons = [request_id], [int(FinishReason.ERROR)]
-        output.token_ids, output.logprobs = [0], [0.0]
+        found = output.generations
+        found.request_ids.append(request_id)
+        found.finish_reasons.append(pb.FINISH_REASON_ERROR)
+        found.token_ids.append(0)
+        found.logprobs.append(0.0)
     return output

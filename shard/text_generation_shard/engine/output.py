@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from text_generation_proto import pb
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.forward_batch import SampledPositions
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import FinishReason, StepOutput
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice, top_tokens
@@ -28,8 +28,6 @@ _LOST = "the step in which the grammar went on has failed on another shard"
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
 _NO_MARKS: Ints = np.empty(0, dtype=np.int64)
 
-_NONE, _LENGTH, _EOS_TOKEN, _ERROR, _STOP_TOKEN = (int(reason) for reason in FinishReason)
-
 
 class Verified(NamedTuple):
     """The accepted tokens of a step, not yet written into the row table."""
@@ -43,7 +41,7 @@ class Verified(NamedTuple):
     # Rows whose request has ended, and those whose grammar has replaced a token.
     ended: list[int]
     driven: list[int]
-    output: StepOutput
+    output: pb.StepResponse
 
 
 class Part(NamedTuple):
@@ -74,17 +72,20 @@ def verify(
             marks = np.zeros_like(token_ids)
         token_ids, marks = _broadcast(token_ids, marks, grammars, world)
     counts, reasons = _judge(table, samples, token_ids.tolist(), end_ids)
-    errors: list[tuple[int, str]] = []
+    errors: list[pb.RequestError] = []
     if marks.any():
         sentences = {} if grammars is None else grammars.failures()
         errors = _failures(plan, marks, counts, reasons, sentences)
     driven = samples.owners[marks[samples.firsts] == _DRIVEN].tolist() if len(marks) else []
-    output = StepOutput(list(plan.request_ids), reasons, errors=errors)
+    found = pb.Generations(request_ids=plan.request_ids, finish_reasons=reasons)
     choice = choice._replace(token_ids=token_ids)
-    return _verified(table, samples, choice, counts, driven, output)
+    ended = [row for row, why in zip(samples.owners.tolist(), reasons, strict=True) if why]
+    rows, positions, token_ids = _accepted(table, samples, choice, counts, found)
+    output = pb.StepResponse(generations=found, errors=errors)
+    return Verified(rows, positions, token_ids, counts, ended, driven, output)
 
 
-def write(part: Part, table: RowTable) -> StepOutput:
+def write(part: Part, table: RowTable) -> pb.StepResponse:
     """Write results into the row table, and release the rows that ended."""
     plan, verified = part.plan, part.verified
     for row, values in plan.prompt_logprobs.items():
@@ -92,21 +93,30 @@ def write(part: Part, table: RowTable) -> StepOutput:
     for row, pooled_part in plan.pooled_outputs:
         table.pooled_outputs[row].add(pooled_part)
     if verified is None:
-        return StepOutput([], [])
+        return pb.StepResponse()
     output, samples = verified.output, plan.samples
     table.write(verified.rows, verified.positions, verified.token_ids)
     if not samples.is_single:
         right = np.array(verified.counts) - 1
         table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
     if table.prompt_logprobs or table.pooled_outputs:
-        for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
+        request_ids = output.generations.request_ids
+        for row, request_id in zip(samples.owners.tolist(), request_ids, strict=True):
             if (found := table.prompt_logprobs.pop(row, None)) is not None:
-                output.prompt_logprobs.append((request_id, found))
+                output.prefill_logprobs.add(
+                    request_id=request_id, logprobs=found.logprobs, ranks=found.ranks
+                )
+                if found.top_token_ids:
+                    output.prefill_top_tokens.add(
+                        request_id=request_id,
+                        token_ids=found.top_token_ids,
+                        logprobs=found.top_token_logprobs,
+                    )
             if (of_prompt := table.pooled_outputs.pop(row, None)) is not None:
                 if pooled := of_prompt.pooled():
-                    output.pooled_prompts.append((request_id, pooled))
+                    output.pooled_prompts.add(request_id=request_id, values=pooled)
                 if of_prompt.scores:
-                    output.token_scores.append((request_id, of_prompt.scores))
+                    output.token_scores.add(request_id=request_id, logprobs=of_prompt.scores)
     table.driven.update(verified.driven)
     table.release(verified.ended)
     return output
@@ -137,24 +147,28 @@ def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -
 
 
 def _failures(
-    plan: Plan, marks: Ints, counts: list[int], reasons: list[int], sentences: dict[int, str]
-) -> list[tuple[int, str]]:
-    """(request id, sentence) of the rows [R] that failed; updates `reasons`."""
-    errors: list[tuple[int, str]] = []
+    plan: Plan,
+    marks: Ints,
+    counts: list[int],
+    reasons: list[pb.FinishReason],
+    sentences: dict[int, str],
+) -> list[pb.RequestError]:
+    """The errors of the rows [R] that failed; updates `reasons`."""
+    errors: list[pb.RequestError] = []
     for index, (first, count) in enumerate(zip(plan.samples.firsts.tolist(), counts, strict=True)):
         # Positions behind a wrong draft token are ignored.
         if (marks[first : first + count] == _UNSOUND).any():
-            errors.append((plan.request_ids[index], _NO_SCORES))
+            sentence = _NO_SCORES
         elif marks[first] == _FAILED:
-            errors.append((plan.request_ids[index], sentences.get(first, "")))
-        elif marks[first] == _DRIVEN and reasons[index] == _EOS_TOKEN:
-            # The grammar ended the text because of max_new_tokens.
-            reasons[index] = _LENGTH
-            continue
+            sentence = sentences.get(first, "")
         else:
+            if marks[first] == _DRIVEN and reasons[index] == pb.FINISH_REASON_EOS_TOKEN:
+                # The grammar ended the text because of max_new_tokens.
+                reasons[index] = pb.FINISH_REASON_LENGTH
             continue
-        reasons[index] = _ERROR
-    _warn(sum(sentence is _NO_SCORES for _, sentence in errors), len(counts))
+        errors.append(pb.RequestError(request_id=plan.request_ids[index], message=sentence))
+        reasons[index] = pb.FINISH_REASON_ERROR
+    _warn(sum(error.message == _NO_SCORES for error in errors), len(counts))
     return errors
 
 
@@ -174,7 +188,7 @@ def _judge(
     samples: SampledPositions,
     token_ids: Sequence[int],
     end_ids: frozenset[int],
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[pb.FinishReason]]:
     """For each row [R], the number of accepted tokens, up to the first that differs from its draft
     token or ends the text, and the FinishReason of the last one.
 
@@ -184,7 +198,9 @@ def _judge(
     draft_tokens: Sequence[int] = ()
     if not samples.is_single:
         draft_tokens = table.token_ids[samples.rows, samples.positions].tolist()
-    counts, reasons, stops = [], [], table.sampling.stop_token_ids
+    counts, reasons, stops = list[int](), list[pb.FinishReason](), table.sampling.stop_token_ids
+    length, end_token = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_EOS_TOKEN
+    stop_token, goes_on = pb.FINISH_REASON_STOP_TOKEN, pb.FINISH_REASON_NONE
     for row, first, end, longest, ignores_end in zip(
         owners.tolist(),
         samples.firsts.tolist(),
@@ -200,20 +216,20 @@ def _judge(
                 break
         counts.append(at + 1 - first)
         is_last = positions[at] + 1 >= longest
-        otherwise = _STOP_TOKEN if is_stop else _LENGTH if is_last else _NONE
-        reasons.append(_EOS_TOKEN if is_end else otherwise)
+        otherwise = stop_token if is_stop else length if is_last else goes_on
+        reasons.append(end_token if is_end else otherwise)
     return counts, reasons
 
 
-def _verified(
+def _accepted(
     table: RowTable,
     samples: SampledPositions,
     choice: Choice,
     counts: list[int],
-    driven: list[int],
-    output: StepOutput,
-) -> Verified:
-    """Take the accepted tokens from all positions [S], and write them into the output."""
+    output: pb.Generations,
+) -> tuple[Ints, Ints, Ints]:
+    """Take the accepted tokens from all positions [S], and write them into the output; their rows,
+    positions and ids."""
     rows, positions = samples.rows, samples.positions
     token_ids, logprobs = choice.token_ids, choice.logprobs
     index: Sequence[int] = range(len(rows))
@@ -223,17 +239,20 @@ def _verified(
         rows, positions = rows[index], positions[index]
         token_ids, logprobs = token_ids[index], logprobs[index]
         if len(index) > len(counts):
-            output.token_counts = counts
-    output.token_ids, output.logprobs = token_ids.tolist(), logprobs.tolist()
+            output.token_counts.extend(counts)
+    output.token_ids.extend(token_ids.tolist())
+    output.logprobs.extend(logprobs.tolist())
     if table.top_n_tokens:
         _add_top_tokens(output, table, rows.tolist(), index, choice)
-    owners = samples.owners.tolist()
-    ended = [row for row, why in zip(owners, output.finish_reasons, strict=True) if why]
-    return Verified(rows, positions, token_ids, counts, ended, driven, output)
+    return rows, positions, token_ids
 
 
 def _add_top_tokens(
-    output: StepOutput, table: RowTable, rows: Sequence[int], index: Sequence[int], choice: Choice
+    output: pb.Generations,
+    table: RowTable,
+    rows: Sequence[int],
+    index: Sequence[int],
+    choice: Choice,
 ) -> None:
     if not any(row in table.top_n_tokens for row in rows):
         return
@@ -241,5 +260,5 @@ def _add_top_tokens(
         count = table.top_n_tokens.get(row, 0)
         ids, logprobs = top_tokens(choice, at, count) if count else ([], [])
         output.top_token_counts.append(len(ids))
-        output.top_token_ids += ids
-        output.top_token_logprobs += logprobs
+        output.top_token_ids.extend(ids)
+        output.top_token_logprobs.extend(logprobs)

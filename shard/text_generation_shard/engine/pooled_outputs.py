@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from text_generation_proto import pb
 from torch import Tensor
 
 from text_generation_shard.device.base import Model, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PooledPart, Pooling
+from text_generation_shard.engine.step import PooledPart
 
 # Hidden states summed at once, which bounds the memory.
 _SUM_ROWS = 256
@@ -30,9 +31,9 @@ def pool_pass(
             request, is_complete = wanted.request, end == known
             part = hidden[first : first + count]
             pooled = scores = None
-            if request.pooling is Pooling.MEAN:
+            if request.pooling == pb.POOLING_MEAN:
                 pooled = _fetched(_total(model, part))
-            elif request.pooling is Pooling.LAST and is_complete:
+            elif request.pooling == pb.POOLING_LAST and is_complete:
                 pooled = _fetched(_total(model, part[-1:]))
             if request.score_token_ids and is_complete and sampled:
                 scores = _fetched(_logprobs(logits[num_sampled], request.score_token_ids))

@@ -12,9 +12,9 @@ from text_generation_process.defaults import (
     LEAST_STEP_DEADLINE_S,
     WARMUP_ROWS,
 )
+from text_generation_proto import pb
 
 from text_generation_shard.device.base import Device
-from text_generation_shard.engine.step import StepOutput, WarmupLimits, WarmupResult
 from text_generation_shard.errors import BatchError, OwnError
 from text_generation_shard.parallel import World
 
@@ -26,7 +26,7 @@ _MOST_AHEAD = 4
 _BEHIND = "the step before this one has failed"
 
 
-def deadline_of_ranks(result: WarmupResult, limits: WarmupLimits, is_cpu: bool) -> float:
+def deadline_of_ranks(result: pb.WarmupResponse, limits: pb.WarmupRequest, is_cpu: bool) -> float:
     """Seconds to wait for another rank: at least the time of the largest step, as another rank can
     be late by a part of it."""
     least_s = LEAST_STEP_DEADLINE_S if is_cpu else LEAST_STEP_DEADLINE_ON_GPU_S
@@ -74,10 +74,10 @@ class Ranks:
             self._collectives.fail(number)
 
 
-def digest(number: int, output: StepOutput) -> int:
+def digest(number: int, found: pb.Generations) -> int:
     """64 bits over a step's choices and its message's number. See StepResponse."""
-    counts = output.token_counts or [1] * len(output.request_ids)
-    values = (number, *output.request_ids, *counts, *output.token_ids, *output.finish_reasons)
+    counts = found.token_counts or [1] * len(found.request_ids)
+    values = (number, *found.request_ids, *counts, *found.token_ids, *found.finish_reasons)
     packed = struct.pack(f"<{len(values)}Q", *values)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
 

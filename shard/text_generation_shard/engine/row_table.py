@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+from text_generation_proto import pb
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.engine.step import NewRequest, PooledOutput, Pooling, PromptLogprobs
+from text_generation_shard.engine.step import NewRequest, PooledOutput, PromptLogprobs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.sampling.table import SamplingTable
@@ -104,7 +105,7 @@ class RowTable:
             and prompt + request.max_new_tokens <= self.max_total_tokens
             and end <= blocks * self.block_size
             and blocks <= most_blocks
-            and not (cached and request.pooling is Pooling.MEAN)
+            and not (cached and request.pooling == pb.POOLING_MEAN)
         ):
             raise BatchError(
                 f"request {request.id} is not possible: of {known} tokens, {prompt} of them its "

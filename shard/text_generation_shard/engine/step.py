@@ -1,60 +1,20 @@
-"""The engine's inputs and outputs, as values."""
+"""The engine's inputs as values, and what it gathers for its output, a StepResponse."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.grammar import Grammar
 
-
-class FinishReason(IntEnum):
-    """Why a request ended in this step; numbers as in generate.proto."""
-
-    NONE = 0
-    LENGTH = 1
-    EOS_TOKEN = 2
-    ERROR = 3
-    STOP_TOKEN = 4
-
-
-class Pooling(IntEnum):
-    """Which hidden state represents a prompt; numbers as in generate.proto."""
-
-    NONE = 0
-    LAST = 1
-    MEAN = 2
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupLimits:
-    """The router's limits; None: the shard decides. See WarmupRequest."""
-
-    max_prefill_tokens: int
-    max_batch_size: int
-    max_input_tokens: int | None = None
-    max_total_tokens: int | None = None
-    max_batch_total_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupResult:
-    """The shard's limits and timings, named as in WarmupResponse."""
-
-    num_blocks: int
-    max_input_tokens: int
-    max_total_tokens: int
-    kv_cache_bytes: int
-    weights_bytes: int
-    decode_step_ns: int
-    prefill_token_ns: int
-    prefill_context_ns: int
+# The sampling parameters that have the same form in a message.
+_SAMPLING = tuple(own.name for own in fields(Sampling) if own.name != "logit_bias")
 
 
 class Costs(NamedTuple):
@@ -87,9 +47,35 @@ class NewRequest:
     grammar: Grammar | None = None
     # Tokens after num_cached_tokens that the first step computes; 0: all.
     chunk_len: int = 0
-    pooling: Pooling = Pooling.NONE
+    pooling: pb.Pooling = pb.POOLING_NONE
     # Tokens whose log-probabilities as the first new token are returned.
     score_token_ids: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, message: pb.Request, grammar: Grammar | None) -> "NewRequest":
+        """A request of a Prefill; `grammar`: the compiled form of its grammar. ValueError if
+        parallel fields differ in length."""
+        chooser, stopping = message.parameters, message.stopping_parameters
+        bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
+        values = {name: getattr(chooser, name) for name in _SAMPLING}
+        return cls(
+            id=message.id,
+            input_ids=list(message.input_ids),
+            num_prompt_tokens=message.num_prompt_tokens,
+            num_cached_tokens=message.num_cached_tokens,
+            block_table=list(message.block_table),
+            sampling=Sampling(**values, logit_bias=tuple(bias)),
+            max_new_tokens=stopping.max_new_tokens,
+            min_new_tokens=stopping.min_new_tokens,
+            ignore_eos_token=stopping.ignore_eos_token,
+            stop_token_ids=list(stopping.stop_token_ids),
+            prefill_logprobs=message.prefill_logprobs,
+            top_n_tokens=message.top_n_tokens,
+            grammar=grammar,
+            chunk_len=message.chunk_len,
+            pooling=message.pooling,
+            score_token_ids=list(message.score_token_ids),
+        )
 
     @property
     def first_end(self) -> int:
@@ -124,6 +110,21 @@ class StepInput:
     speculate: int = 0
     # Sent before the previous step was answered: some requests may have ended.
     is_ahead: bool = False
+
+    @classmethod
+    def of(
+        cls, message: pb.Advance, runs_on: bool, new_requests: Sequence[NewRequest] = ()
+    ) -> "StepInput":
+        """The step of an Advance and of new requests. ValueError if parallel fields differ in
+        length."""
+        return cls(
+            new_requests=new_requests,
+            runs_on=runs_on,
+            grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
+            chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
+            speculate=message.speculate,
+            is_ahead=message.is_ahead,
+        )
 
 
 @dataclass(slots=True)
@@ -174,37 +175,6 @@ class PooledOutput:
         """PooledPrompt.values; empty: not requested."""
         if self._total is None:
             return b""
-        is_mean = self.request.pooling is Pooling.MEAN
+        is_mean = self.request.pooling == pb.POOLING_MEAN
         divisor = self.request.num_prompt_tokens if is_mean else 1
         return (self._total / divisor).astype(np.dtype("<f4")).tobytes()
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """The tokens of one step; see Generations and StepResponse."""
-
-    # One entry per request that got tokens.
-    request_ids: list[int]
-    finish_reasons: list[int]
-    # One entry per token.
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    # One entry per request; empty: one token each.
-    token_counts: list[int] = field(default_factory=list)
-    top_token_counts: list[int] = field(default_factory=list)
-    top_token_ids: list[int] = field(default_factory=list)
-    top_token_logprobs: list[float] = field(default_factory=list)
-    # (request id, those of its whole prompt).
-    prompt_logprobs: list[tuple[int, PromptLogprobs]] = field(default_factory=list)
-    # (request id, PooledPrompt.values), and (request id, TokenScores.logprobs).
-    pooled_prompts: list[tuple[int, bytes]] = field(default_factory=list)
-    token_scores: list[tuple[int, list[float]]] = field(default_factory=list)
-    # (request id, sentence) of the requests that failed while the step did not.
-    errors: list[tuple[int, str]] = field(default_factory=list)
-    # Requests that go on.
-    running_ids: list[int] = field(default_factory=list)
-    forward_ns: int = 0
-    decode_ns: int = 0
-    total_ns: int = 0
-    # The time to give rows to new requests.
-    admit_ns: int = 0

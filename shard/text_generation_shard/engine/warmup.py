@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import MemoryBudget
@@ -17,13 +18,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.ranks import least
-from text_generation_shard.engine.step import (
-    Costs,
-    NewRequest,
-    StepInput,
-    WarmupLimits,
-    WarmupResult,
-)
+from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +28,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING_BYTES = 50
 
 
-def warm_up(engine: Engine, limits: WarmupLimits) -> WarmupResult:
+def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
     """Allocate cache and rows, and time the first steps. Drops all requests.
 
     ModelError, with the numbers, if `limits` do not fit into memory.
@@ -63,7 +58,7 @@ def warm_up(engine: Engine, limits: WarmupLimits) -> WarmupResult:
         ("left", device.left_bytes(cache_bytes, budget), ""),
     ):
         logger.info("%s", f"memory: {name:<12}{size / 1e9:8.3f} GB  {note}".rstrip())
-    return WarmupResult(
+    return pb.WarmupResponse(
         num_blocks=num_blocks,
         max_input_tokens=limits.max_input_tokens or max_total - 1,
         max_total_tokens=max_total,
@@ -81,7 +76,7 @@ def _allocate(engine: Engine, shape: CacheShape, num_blocks: int) -> int:
     return engine.model.attention.allocate(shape, num_blocks + engine.device.num_spare_blocks)
 
 
-def _memory_budget(engine: Engine, shape: CacheShape, limits: WarmupLimits) -> MemoryBudget:
+def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) -> MemoryBudget:
     """The memory for the KV cache, and for the largest step beside it."""
     config, attention = engine.model.config, engine.model.attention
     rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
@@ -107,13 +102,13 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: WarmupLimits) -> M
     return engine.device.free_bytes(estimate, run_largest)
 
 
-def longest_context(limits: WarmupLimits, max_position: int) -> int:
+def longest_context(limits: pb.WarmupRequest, max_position: int) -> int:
     """Tokens of the longest possible request, before the size of the cache is known."""
     longest = limits.max_total_tokens or max_position
     return max(2, min(longest, limits.max_batch_total_tokens or longest))
 
 
-def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: pb.WarmupRequest) -> int:
     """Estimated bytes of the largest step in `dtype`, for a device that does not profile it: the
     full prefill budget beside all decoding rows, then sampling for all with all parameters."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
@@ -127,12 +122,12 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimi
 
 
 def cache_size(
-    shape: CacheShape, limits: WarmupLimits, available: int, max_position: int
+    shape: CacheShape, limits: pb.WarmupRequest, available: int, max_position: int
 ) -> tuple[int, int]:
     """Number of blocks and longest request; ModelError with the numbers if they do not fit."""
     fitting = available // shape.block_bytes
     wanted = limits.max_batch_total_tokens
-    if wanted is not None:
+    if wanted:
         num_blocks = wanted // shape.block_size
         if num_blocks > fitting:
             raise ModelError(
@@ -302,7 +297,7 @@ def _steps(engine: Engine, requests: Sequence[NewRequest]) -> tuple[int, int]:
     last = first = engine.step(StepInput(requests))
     others: list[int] = []
     # Rows end early if a damaged checkpoint yields no finite scores.
-    while last.running_ids and len(others) < requests[0].max_new_tokens - 1:
+    while last.batch.request_ids and len(others) < requests[0].max_new_tokens - 1:
         last = engine.step(StepInput())
         others.append(last.total_ns)
     engine.clear()

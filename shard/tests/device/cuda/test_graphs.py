@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_proto import pb
 from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
 from text_generation_shard.device.cuda.rows import DeviceRows
-from text_generation_shard.engine.step import StepInput, StepOutput
+from text_generation_shard.engine.step import StepInput
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
@@ -32,7 +33,7 @@ def test_sizes(asked: tuple[int, ...] | None, rows: int, expected: tuple[int, ..
     assert sizes_of(asked, rows) == expected
 
 
-def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[StepOutput]:
+def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[pb.Generations]:
     """Results of steps with several requests, each launched before the previous one is
     collected."""
     requests = [
@@ -56,11 +57,11 @@ def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[StepOutput]
                 table.append(driver.free.pop())
                 grown.append((request.id, table[-1]))
         handles.append(engine.launch(StepInput(grown=grown)))
-        found.append(handles.pop(0).result())
-    return [*found, handles[0].result()]
+        found.append(handles.pop(0).result().generations)
+    return [*found, handles[0].result().generations]
 
 
-def are_equal(outputs: list[StepOutput], expected: list[StepOutput]) -> bool:
+def are_equal(outputs: list[pb.Generations], expected: list[pb.Generations]) -> bool:
     """The tokens, and but for rounding the log-probabilities. `approx` does not round, so that no
     two values that are nearly equal differ."""
     return all(
@@ -72,7 +73,7 @@ def are_equal(outputs: list[StepOutput], expected: list[StepOutput]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model_path: Path) -> list[StepOutput]:
+def expected(tiny_model_path: Path) -> list[pb.Generations]:
     """Without graphs, and without steps ahead."""
     return launched_ahead(Driver(load_engine(tiny_model_path, device=reference_device())), 3, 12)
 
@@ -93,7 +94,7 @@ def graphs_of(driver: Driver) -> Graphs:
 
 
 def test_recorded_steps_give_what_others_give(
-    tiny_model_path: Path, expected: list[StepOutput]
+    tiny_model_path: Path, expected: list[pb.Generations]
 ) -> None:
     """Padded to a size, replayed with other tokens, positions and blocks."""
     driver = stream_driver(tiny_model_path)
@@ -105,7 +106,10 @@ def test_recorded_steps_give_what_others_give(
 
 @pytest.mark.parametrize("fault", ["scores", "tables", "tokens"])
 def test_each_part_of_a_recorded_step_counts(
-    fault: str, tiny_model_path: Path, expected: list[StepOutput], monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    tiny_model_path: Path,
+    expected: list[pb.Generations],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Detects scores overwritten by the next step, tables that are not sent, and tokens that are
     not read from the device."""
@@ -122,7 +126,7 @@ def test_each_part_of_a_recorded_step_counts(
 
 def test_what_can_not_be_recorded_is_computed(
     tiny_model_path: Path,
-    expected: list[StepOutput],
+    expected: list[pb.Generations],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,5 +199,5 @@ def test_graphs_of_a_gpu_give_what_its_operators_give(tiny_model_path: Path) -> 
     graphs = graphs_of(recorded)._recorded
     assert 4 in [kind.size for kind in graphs] and all(graphs.values())
     for one, other in zip(plain, outputs, strict=True):
-        assert (one.token_ids, one.top_token_ids) == (other.token_ids, other.top_token_ids)
+        assert one.token_ids == other.token_ids and one.top_token_ids == other.top_token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)

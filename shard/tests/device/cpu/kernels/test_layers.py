@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_proto import pb
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.device.cpu.runner import FusedDecoder
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepOutput
 from torch import Tensor
 
 from integration_tests.checkpoints import write_checkpoint
@@ -135,7 +135,7 @@ def test_the_short_way_of_a_decode_is_the_long_one(
     path = write_checkpoint(family, tmp_path, intermediate_size=128)
     engine = load_engine(path, **form)
 
-    def run() -> tuple[Driver, list[StepOutput]]:
+    def run() -> tuple[Driver, list[pb.StepResponse]]:
         driver = Driver(engine)
         for number, sampling in enumerate(SAMPLINGS):
             ids = range(3, 9 + 17 * number)
@@ -151,8 +151,8 @@ def test_the_short_way_of_a_decode_is_the_long_one(
         long, expected = run()
     assert (short.tokens, short.logprobs) == (long.tokens, long.logprobs)
     for one, other in zip(results, expected, strict=True):
-        assert one.top_token_ids == other.top_token_ids
-        assert one.top_token_logprobs == other.top_token_logprobs
+        assert one.generations.top_token_ids == other.generations.top_token_ids
+        assert one.generations.top_token_logprobs == other.generations.top_token_logprobs
 
 
 @pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])

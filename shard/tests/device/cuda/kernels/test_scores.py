@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 import torch
 from text_generation_process.sampling import Sampling
+from text_generation_proto import pb
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.forward_batch import BatchBuilder, verified_tokens
 from text_generation_shard.engine.output import verify
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import FinishReason, NewRequest
+from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice
 from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, errors_of, load_engine
 
 BAD = 77
 """The token whose embedding is NaN."""
@@ -77,10 +78,10 @@ def test_one_row_fails_and_no_other_changes(
         first = driver.add([driver.request(100 + number, good_ids(number), **item)])
         assert not first.errors
         result = driver.add([driver.request(200 + number, [5, 6, BAD], **bad)], driver.advance({}))
-        assert result.errors == [(200 + number, SENTENCE)]
-        place = result.request_ids.index(200 + number)
-        assert result.finish_reasons[place] == FinishReason.ERROR
-        assert 200 + number not in result.running_ids
+        assert errors_of(result) == {200 + number: SENTENCE}
+        place = list(result.generations.request_ids).index(200 + number)
+        assert result.generations.finish_reasons[place] == pb.FINISH_REASON_ERROR
+        assert 200 + number not in result.batch.request_ids
         while driver.running:
             assert not driver.step(speculate=speculate).errors
         if is_exact:
@@ -94,8 +95,8 @@ def test_a_prompt_in_parts_fails_with_its_last(driver: Driver) -> None:
     driver.add([driver.request(0, good_ids(2), ignore_eos_token=True)])
     assert not driver.add([request], driver.advance({})).errors
     result = driver.step({1: driver.left[1]})
-    assert result.errors == [(1, SENTENCE)]
-    assert result.running_ids == [0]
+    assert errors_of(result) == {1: SENTENCE}
+    assert result.batch.request_ids == [0]
 
 
 def test_a_row_that_comes_upon_it_later_fails_then(
@@ -105,7 +106,7 @@ def test_a_row_that_comes_upon_it_later_fails_then(
     first = driver.add([driver.request(0, good_ids(3), sampling=sampling)])
     assert driver.tokens[0] == [BAD] and not first.errors
     with caplog.at_level(logging.WARNING):
-        assert driver.step().errors == [(0, SENTENCE)]
+        assert errors_of(driver.step()) == {0: SENTENCE}
     assert caplog.messages[0].startswith(f"1 of 1 requests failed in this step: {SENTENCE}")
     assert not driver.running
 
@@ -119,7 +120,7 @@ def test_a_grammar_does_not_hide_it(engine: Engine, driver: Driver, tiny_model_p
         compiler.close()
     driver.add([driver.request(0, [5, 6], grammar=grammar)])
     result = driver.add([driver.request(1, [5, BAD], grammar=grammar)], driver.advance({}))
-    assert result.errors == [(1, SENTENCE)]
+    assert errors_of(result) == {1: SENTENCE}
 
 
 def test_a_model_without_any_scores_starts_and_fails_each_request(
@@ -128,8 +129,8 @@ def test_a_model_without_any_scores_starts_and_fails_each_request(
     path = damage(checkpoint("llama3-untied"), tmp_path / "model", "model.norm.weight", None)
     driver = Driver(load_engine(path))
     result = driver.add([driver.request(n, good_ids(n)) for n in range(5)])
-    assert result.errors == [(n, SENTENCE) for n in range(5)]
-    assert not result.running_ids
+    assert errors_of(result) == dict.fromkeys(range(5), SENTENCE)
+    assert not result.batch.request_ids
 
 
 @pytest.mark.parametrize(("bad", "fails"), [(0, True), (1, True), (2, False), (3, True)])
@@ -149,8 +150,8 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
     logprobs[bad] = np.nan
     choice = Choice(np.array([7, 9, 10, 11]), logprobs, np.zeros((4, 50), np.float32))
     result = verify(plan, choice, table, frozenset([0]), World()).output
-    assert result.errors == ([(0 if bad < 3 else 1, SENTENCE)] if fails else [])
-    wanted = [FinishReason.NONE, FinishReason.NONE]
+    assert errors_of(result) == ({0 if bad < 3 else 1: SENTENCE} if fails else {})
+    wanted = [pb.FINISH_REASON_NONE, pb.FINISH_REASON_NONE]
     if fails:
-        wanted[0 if bad < 3 else 1] = FinishReason.ERROR
-    assert result.finish_reasons == wanted
+        wanted[0 if bad < 3 else 1] = pb.FINISH_REASON_ERROR
+    assert result.generations.finish_reasons == wanted
