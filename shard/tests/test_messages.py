@@ -1,72 +1,76 @@
 """Messages have their turns in the order of their numbers, in any order of arrival."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
-from text_generation_shard.errors import BatchError
-from text_generation_shard.messages import MessageOrder, Turn
+from text_generation_shard.errors import BatchError, OwnError
+from text_generation_shard.messages import NumberedMessages
+
+from shard.tests.ranks import Board, ThreadCollectives
 
 
-def arrive(order: MessageOrder, number: int, may_skip: bool = False) -> list[Turn]:
-    """Take a message that needs no preparation; the turns after it."""
-    order.take(number, may_skip)
-    order.set_ready(number)
-    return turns(order)
+class Rank:
+    """Records the messages that are carried out."""
+
+    def __init__(self, thread: ThreadPoolExecutor, deadline_s: float = 60.0) -> None:
+        self.turns: list[int] = []
+        collectives = ThreadCollectives(Board(1), 0)
+        self.messages = NumberedMessages(
+            *(thread, collectives, deadline_s, lambda: None, lambda _: None)
+        )
+
+    def arrive(self, number: int, may_skip: bool = False) -> "asyncio.Future[None]":
+        """A message that needs no preparation."""
+        self.messages.take(number, may_skip)
+        return self.prepare(number)
+
+    def prepare(self, number: int) -> "asyncio.Future[None]":
+        return self.messages.run(number, lambda: self.turns.append(number))
 
 
-def turns(order: MessageOrder) -> list[Turn]:
-    found = []
-    while (turn := order.due()) is not None:
-        found.append(turn)
-    return found
+@pytest.fixture
+async def rank() -> AsyncIterator[Rank]:
+    """After message 4."""
+    with ThreadPoolExecutor(1) as thread:
+        rank = Rank(thread)
+        await rank.arrive(4, may_skip=True)
+        yield rank
+        rank.messages.close()
 
 
-def after(last: int) -> MessageOrder:
-    """An order after this turn."""
-    order = MessageOrder()
-    assert arrive(order, last, may_skip=True)[-1].number == last
-    return order
+async def test_each_number_has_one_turn_in_their_order(rank: Rank) -> None:
+    calls = [rank.arrive(7), rank.arrive(6)]
+    for number in (3, 4, 6):
+        with pytest.raises(BatchError, match=f"{number} came again or too late: message 7"):
+            rank.arrive(number, may_skip=True)
+    await asyncio.gather(*calls, rank.arrive(5))
+    assert rank.turns == [4, 5, 6, 7]
 
 
-def test_what_comes_too_early_waits() -> None:
-    order = after(4)
-    assert arrive(order, 7) == [] and arrive(order, 6) == []
-    assert order.missing(6) == order.missing(7) == 5
-    assert [turn.number for turn in arrive(order, 5)] == [5, 6, 7]
-    assert order.last == 7 and order.missing(7) == 0
-
-
-def test_a_place_is_kept_for_what_is_prepared() -> None:
-    order = after(4)
-    order.take(5, may_skip=False)
-    assert arrive(order, 6) == [] and order.missing(6) == 0
+async def test_a_place_is_kept_for_what_is_prepared(rank: Rank) -> None:
+    rank.messages.take(5)
     # Nothing is missing: not even what may skip goes first.
-    assert arrive(order, 7, may_skip=True) == []
-    order.set_ready(5)
-    assert turns(order) == [Turn(5), Turn(6), Turn(7, 0, True)]
+    calls = [rank.arrive(6), rank.arrive(7, may_skip=True)]
+    await asyncio.gather(rank.prepare(5), *calls)
+    assert rank.turns == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("number", [3, 4, 6])
-def test_a_number_has_one_turn(number: int) -> None:
-    order = after(4)
-    order.take(6, may_skip=False)
-    with pytest.raises(BatchError, match=f"message {number} came again or too late: message 6"):
-        order.take(number, may_skip=True)
-    assert [turn.number for turn in arrive(order, 5)] == [5]
-
-
-def test_what_may_skip_does_not_wait_for_what_is_missing() -> None:
-    order = MessageOrder()
-    assert arrive(order, 41, may_skip=True) == [Turn(41, 1, True)]
-    assert arrive(order, 43) == []
+async def test_what_may_skip_does_not_wait_for_what_is_missing(rank: Rank) -> None:
+    waited = rank.arrive(6)
+    await rank.arrive(9, may_skip=True)
     # What waited has its turn before it, and knows what it lacks.
-    assert arrive(order, 45, may_skip=True) == [Turn(43, 42), Turn(45, 44, True)]
-    with pytest.raises(BatchError, match="too late"):
-        order.take(42, may_skip=False)
-    assert arrive(order, 46) == [Turn(46)]
+    with pytest.raises(OwnError, match="message 6 came, but message 5 before it did not come"):
+        await waited
+    await rank.arrive(10)
+    assert rank.turns == [4, 9, 10]
 
 
-def test_what_is_late_has_its_turn_without_what_is_missing() -> None:
-    order = after(4)
-    assert arrive(order, 7) == [] and arrive(order, 6) == []
-    order.set_late(6)
-    assert turns(order) == [Turn(6, 5), Turn(7)]
-    assert order.last == 7
+async def test_what_is_late_has_its_turn_without_what_is_missing(rank: Rank) -> None:
+    late = Rank(rank.messages.device_thread, deadline_s=0.01)
+    calls = [late.arrive(4), late.arrive(3)]
+    with pytest.raises(OwnError, match="message 3 came, but message 1 before it"):
+        await calls[1]
+    await calls[0]
+    assert late.turns == [4]

@@ -5,87 +5,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from text_generation_shard.engine.ranks import Ranks
 from text_generation_shard.errors import BatchError, OwnError, RankError
-
-
-class Turn(NamedTuple):
-    """A message whose turn it is."""
-
-    number: int
-    # The first missing message before it, which is no longer awaited; 0: none is missing.
-    missing: int = 0
-    # It does not need the missing messages.
-    may_skip: bool = False
-
-
-@dataclass(slots=True)
-class _Taken:
-    """A message that has not had its turn."""
-
-    may_skip: bool
-    is_ready: bool = False
-    # Missing messages before it are no longer awaited.
-    is_late: bool = False
-
-
-class MessageOrder:
-    """Owns which messages arrived, and which had their turn. It only decides.
-
-    Turns follow the numbers, each number once. A message waits for those before it, until a
-    message that may skip them has arrived, or one is late.
-    """
-
-    def __init__(self) -> None:
-        self.last = 0
-        """The number of the last message that had its turn."""
-        self._taken: dict[int, _Taken] = {}
-
-    def take(self, number: int, may_skip: bool) -> None:
-        """Register a message that arrived; BatchError if its number is too low or a duplicate.
-        `may_skip`: it needs no earlier message."""
-        if number <= self.last or number in self._taken:
-            newest = max(self._taken, default=self.last)
-            raise BatchError(
-                f"message {number} came again or too late: message {newest} was taken already; "
-                "messages to several shards have consecutive numbers"
-            )
-        self._taken[number] = _Taken(may_skip)
-
-    def set_ready(self, number: int) -> None:
-        """The message is prepared and can have its turn."""
-        self._taken[number].is_ready = True
-
-    def missing(self, number: int) -> int:
-        """The first message before this one that has not arrived; 0: none is missing, or this one
-        had its turn."""
-        if number in self._taken:
-            for other in range(self.last + 1, number):
-                if other not in self._taken:
-                    return other
-        return 0
-
-    def set_late(self, number: int) -> None:
-        """Stop waiting for the messages missing before it."""
-        self._taken[number].is_late = True
-
-    def due(self) -> Turn | None:
-        """Give the next message its turn; None: it must wait."""
-        number = min(self._taken, default=0)
-        if not number or not self._taken[number].is_ready:
-            return None
-        is_gap = number > self.last + 1
-        if is_gap and not any(item.may_skip or item.is_late for item in self._taken.values()):
-            return None
-        missing = self.last + 1 if is_gap else 0
-        self.last = number
-        return Turn(number, missing, self._taken.pop(number).may_skip)
-
+from text_generation_shard.parallel import Collectives
 
 _T = TypeVar("_T")
 _Work = Callable[[], Any]
+# Messages that a router sends before the first of them is answered.
+_MOST_AHEAD = 4
+_BEHIND = "the step before this one has failed"
 
 
 def _nothing() -> None:
@@ -116,8 +45,10 @@ class Messages:
         is_ahead: bool = False,
         undo: Callable[[], None] = _nothing,
     ) -> "asyncio.Future[_T]":
-        """The result of `work`, computed in the device thread. With several ranks, `is_ahead`: see
-        Ranks; `undo` runs if the message fails on this rank or another."""
+        """The result of `work`, computed in the device thread. With several ranks, is_ahead: it was
+        sent before the previous message was answered, and fails if that one failed, because the
+        state of this rank may differ from the others'; `undo` runs if the message fails on this
+        rank or another."""
         return asyncio.get_running_loop().run_in_executor(self.device_thread, work)
 
     def close(self) -> None:
@@ -125,28 +56,33 @@ class Messages:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A message that was taken."""
+class _Message:
+    """A message that was taken and has not had its turn."""
 
     answer: "asyncio.Future[Any]"
-    # Fires when an earlier message has been missing for too long.
+    # It does not need the messages before it.
+    may_skip: bool
+    # Messages that are missing before it are no longer awaited.
+    is_late: bool = False
     timer: asyncio.TimerHandle | None = None
-    work: _Work = _nothing
+    # None: it is not prepared.
+    work: _Work | None = None
     is_ahead: bool = False
     undo: Callable[[], None] = _nothing
 
 
 class NumberedMessages(Messages):
-    """Messages to one of several ranks, in the order of their numbers.
+    """Messages to one of several ranks. Owns which have arrived, and the outcome of the last one.
 
-    Each message that was taken is carried out, even if its call was cancelled: the other ranks
-    carry it out, too.
+    They have their turns in the order of their numbers. A message waits for those before it, until
+    a message that may skip them has arrived, or one is late. Each message that was taken is carried
+    out, even if its call was cancelled: the other ranks carry it out, too.
     """
 
     def __init__(
         self,
         device_thread: ThreadPoolExecutor,
-        ranks: Ranks,
+        collectives: Collectives,
         deadline_s: float,
         on_gap: Callable[[], None],
         on_final: Callable[[RankError], None],
@@ -154,10 +90,13 @@ class NumberedMessages(Messages):
         """A missing message is awaited for `deadline_s`. `on_gap` is called in the device thread
         when messages are skipped, `on_final` in the event loop when another rank is lost."""
         super().__init__(device_thread)
-        self._ranks, self._deadline_s = ranks, deadline_s
+        self._collectives, self._deadline_s = collectives, deadline_s
         self._on_gap, self._on_final = on_gap, on_final
-        self._order = MessageOrder()
-        self._waiting: dict[int, _Waiting] = {}
+        self._messages: dict[int, _Message] = {}
+        # The number of the last message that had its turn.
+        self._last = 0
+        # Set in the device thread if the last message failed: the error type of messages ahead.
+        self._error: type[BatchError] | None = None
 
     def take(self, number: int, may_skip: bool = False) -> None:
         """See Messages."""
@@ -166,12 +105,16 @@ class NumberedMessages(Messages):
                 "a message without a number came to one of several shards, which take messages in "
                 "the order of their numbers; let the router of the same version send it"
             )
-        self._order.take(number, may_skip)
+        if number <= self._last or number in self._messages:
+            raise BatchError(
+                f"message {number} came again or too late: message {self.last_number} was taken "
+                "already; messages to several shards have consecutive numbers"
+            )
         self.last_number = max(self.last_number, number)
         loop = asyncio.get_running_loop()
-        waiting = self._waiting[number] = _Waiting(loop.create_future())
-        if self._order.missing(number) and not may_skip:
-            waiting.timer = loop.call_later(self._deadline_s, self._expire, number)
+        message = self._messages[number] = _Message(loop.create_future(), may_skip)
+        if self._is_missing(number) and not may_skip:
+            message.timer = loop.call_later(self._deadline_s, self._expire, number)
 
     def abandon(self, number: int, error: BaseException) -> None:
         """See Messages."""
@@ -190,48 +133,76 @@ class NumberedMessages(Messages):
         undo: Callable[[], None] = _nothing,
     ) -> "asyncio.Future[_T]":
         """See Messages."""
-        waiting = self._waiting[number]
-        waiting.work, waiting.is_ahead, waiting.undo = work, is_ahead, undo
-        self._order.set_ready(number)
+        message = self._messages[number]
+        message.work, message.is_ahead, message.undo = work, is_ahead, undo
         self._begin_due()
-        return waiting.answer
+        return message.answer
 
     def close(self) -> None:
         """See Messages."""
-        for waiting in self._waiting.values():
-            if waiting.timer is not None:
-                waiting.timer.cancel()
-            waiting.answer.cancel()
-        self._waiting.clear()
+        for message in self._messages.values():
+            if message.timer is not None:
+                message.timer.cancel()
+            message.answer.cancel()
+        self._messages.clear()
+
+    def _is_missing(self, number: int) -> bool:
+        """Whether a message before this one has not arrived."""
+        return any(other not in self._messages for other in range(self._last + 1, number))
 
     def _expire(self, number: int) -> None:
-        if self._order.missing(number):
-            self._order.set_late(number)
+        if self._is_missing(number):
+            self._messages[number].is_late = True
             self._begin_due()
 
     def _begin_due(self) -> None:
         """Submit the messages whose turn it is; the device thread keeps their order."""
         loop = asyncio.get_running_loop()
-        while (turn := self._order.due()) is not None:
-            waiting = self._waiting.pop(turn.number)
-            if waiting.timer is not None:
-                waiting.timer.cancel()
-            done = loop.run_in_executor(self.device_thread, self._carry_out, turn, waiting)
-            done.add_done_callback(partial(self._settle, waiting.answer))
+        while self._messages:
+            number = min(self._messages)
+            missing = self._last + 1 if number > self._last + 1 else 0
+            others = self._messages.values()
+            is_awaited = missing and not any(item.may_skip or item.is_late for item in others)
+            if is_awaited or self._messages[number].work is None:
+                return
+            message, self._last = self._messages.pop(number), number
+            if message.timer is not None:
+                message.timer.cancel()
+            done = loop.run_in_executor(
+                self.device_thread, self._carry_out, number, missing, message
+            )
+            done.add_done_callback(partial(self._settle, message.answer))
 
-    def _carry_out(self, turn: Turn, waiting: _Waiting) -> Any:
-        """In the device thread."""
-        work = waiting.work
-        if turn.missing:
-            self._ranks.skip(turn.missing, turn.number)
+    def _carry_out(self, number: int, missing: int, message: _Message) -> Any:
+        """In the device thread. If it fails, other ranks stop waiting for this one in this message;
+        missing: and in those from this number on, which are not carried out here. 0: none."""
+        if missing:
+            self._error = OwnError
+            # Another rank can only be in one of the first few.
+            for lost in range(missing, min(number, missing + _MOST_AHEAD)):
+                self._collectives.fail(lost)
             self._on_gap()
-            if not turn.may_skip:
-                work = partial(_refuse, turn, self._deadline_s)
         try:
-            return self._ranks.carry_out(turn.number, work, waiting.is_ahead)
-        except BaseException:
-            waiting.undo()
+            self._collectives.begin(number)
+            if message.is_ahead and self._error is not None:
+                raise self._error(_BEHIND)
+            if missing and not message.may_skip:
+                raise OwnError(
+                    f"message {number} came, but message {missing} before it did not come within "
+                    f"{self._deadline_s:g} s: this shard does not know what the other shards have "
+                    "computed"
+                )
+            assert message.work is not None, "only prepared messages have their turn"
+            answer = message.work()
+        except BaseException as error:
+            is_alike = isinstance(error, BatchError) and not isinstance(error, OwnError)
+            self._error = BatchError if is_alike else OwnError
+            if not is_alike:
+                self._collectives.fail(number)
+            message.undo()
             raise
+        self._error = None
+        return answer
 
     def _settle(self, answer: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
         error = None if done.cancelled() else done.exception()
@@ -245,10 +216,3 @@ class NumberedMessages(Messages):
             answer.set_exception(error)
         else:
             answer.set_result(done.result())
-
-
-def _refuse(turn: Turn, deadline_s: float) -> None:
-    raise OwnError(
-        f"message {turn.number} came, but message {turn.missing} before it did not come within "
-        f"{deadline_s:g} s: this shard does not know what the other shards have computed"
-    )

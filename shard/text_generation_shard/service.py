@@ -12,7 +12,7 @@ from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.ranks import Ranks, deadline_of_ranks, digest
+from text_generation_shard.engine.ranks import deadline_of_ranks, digest
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
@@ -140,7 +140,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         if engine.world.size > 1:
             assert on_final is not None, "several ranks need on_final"
             self._messages = NumberedMessages(
-                *(device_thread, Ranks(engine.world), config.starting_deadline_s),
+                *(device_thread, engine.world.collectives, config.starting_deadline_s),
                 *(partial(self._batch.clear, None), on_final),
             )
         # Rank 0 follows the grammars and broadcasts the tokens it chose.

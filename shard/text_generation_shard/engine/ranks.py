@@ -1,9 +1,7 @@
-"""What several ranks do alike: agree on numbers, fail messages, prove equal choices."""
+"""What several ranks do alike: agree on numbers, prove equal choices."""
 
 import struct
-from collections.abc import Callable
 from hashlib import blake2b
-from typing import TypeVar
 
 import torch
 from text_generation_process.defaults import (
@@ -15,15 +13,10 @@ from text_generation_process.defaults import (
 from text_generation_proto import pb
 
 from text_generation_shard.device.base import Device
-from text_generation_shard.errors import BatchError, OwnError
 from text_generation_shard.parallel import World
 
-_T = TypeVar("_T")
 # Bytes are exchanged in MiB, which float32 holds exactly up to 2^24.
 _UNIT = 1 << 20
-# Messages that a router sends before the first of them is answered.
-_MOST_AHEAD = 4
-_BEHIND = "the step before this one has failed"
 
 
 def deadline_of_ranks(result: pb.WarmupResponse, limits: pb.WarmupRequest, is_cpu: bool) -> float:
@@ -35,43 +28,6 @@ def deadline_of_ranks(result: pb.WarmupResponse, limits: pb.WarmupRequest, is_cp
     num_rows = limits.max_batch_size
     decode_ns = result.decode_step_ns * max(1.0, num_rows / WARMUP_ROWS)
     return max(least_s, (decode_ns + token_ns * (limits.max_prefill_tokens + num_rows)) / 1e9)
-
-
-class Ranks:
-    """Carries out messages on this rank while other ranks carry out the same. Owns the outcome of
-    the last one. Used in the device thread, with several ranks."""
-
-    def __init__(self, world: World) -> None:
-        self._collectives = world.collectives
-        # Set if the last message failed: the error type of messages sent ahead of its answer.
-        self._error: type[BatchError] | None = None
-
-    def carry_out(self, number: int, work: Callable[[], _T], is_ahead: bool = False) -> _T:
-        """The result of `work`. If it fails, other ranks stop waiting for this one in this message.
-
-        is_ahead: it was sent before the previous message was answered. If that one failed, this
-        one fails, too: the state of this rank may differ from the others'.
-        """
-        try:
-            self._collectives.begin(number)
-            if is_ahead and self._error is not None:
-                raise self._error(_BEHIND)
-            answer = work()
-        except BaseException as error:
-            is_alike = isinstance(error, BatchError) and not isinstance(error, OwnError)
-            self._error = BatchError if is_alike else OwnError
-            if not is_alike:
-                self._collectives.fail(number)
-            raise
-        self._error = None
-        return answer
-
-    def skip(self, first: int, end: int) -> None:
-        """Messages [first, end) are not carried out here: other ranks stop waiting for this one in
-        them. Another rank can only be in one of the first few."""
-        self._error = OwnError
-        for number in range(first, min(end, first + _MOST_AHEAD)):
-            self._collectives.fail(number)
 
 
 def digest(number: int, found: pb.Generations) -> int:
