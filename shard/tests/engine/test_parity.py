@@ -14,7 +14,7 @@ from shard.tests.driver import Driver, load_engine
 pytestmark = pytest.mark.slow
 
 PIECES = (4096, 37)
-# Biases, rotations, windows, layers without rotation, fused projections, multipliers, several files.
+# Biases, windows, layers without rotation, fused projections, multipliers, several files.
 BY_DAY = (
     *("llama3", "llama-bias", "llama-yarn", "llama-sharded", "qwen3", "smollm3-sliding"),
     *("phi3-longrope", "granite"),
