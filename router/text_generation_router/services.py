@@ -180,14 +180,7 @@ def assemble(
     connect: Reconnection | None = None
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
-        connect = Reconnection(
-            config.master_shard_uds_path,
-            config.starting_deadline_s,
-            info,
-            warmup,
-            config.max_batch_prefill_tokens,
-            config.batch_rows,
-        )
+        connect = Reconnection(config, info, warmup)
     kind: Callable[..., WatchedShards] = WatchedShards
     if tracing is not None:
         from text_generation_router.tracing.steps import TracedShards

@@ -83,14 +83,6 @@ def test_ranks_that_chose_other_tokens(digests: list[int | None], sentence: str)
     assert sentence in caught.value.message
 
 
-def test_ranks_that_kept_other_requests() -> None:
-    kept = [pb.CachedBatch(id=3, request_ids=ids) for ids in ([1, 2], [1, 2], [1])]
-    responses = [pb.FilterBatchResponse(batch=batch) for batch in kept]
-    assert answers.merge_kept(17, responses[:2]).request_ids == (1, 2)
-    with pytest.raises(LostStepError, match="shard 2 kept other requests than shard 0 in step 17"):
-        answers.merge_kept(17, responses)
-
-
 def test_ranks_that_chose_the_same() -> None:
     answers.check_digests(17, [2**64 - 1] * 3)
     answers.check_digests(17, [0, 0])

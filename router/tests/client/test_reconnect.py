@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from text_generation_router.client import reconnect
 from text_generation_router.client.reconnect import OtherShardsError, Reconnection
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import GoneShardError
 
@@ -46,7 +47,13 @@ class Place:
         monkeypatch.setattr(reconnect, "ShardedClient", self)
         monkeypatch.setattr(reconnect, "PATIENCE_S", 0.01)
         monkeypatch.setattr(reconnect, "GRACE_S", 0.1)
-        self.reconnection = Reconnection(str(self.path), 1.0, INFO, WARMUP, 4096, 128)
+        config = RouterConfig(
+            tokenizer_name="",
+            master_shard_uds_path=str(self.path),
+            step_deadline=1.0,
+            max_batch_size=128,
+        )
+        self.reconnection = Reconnection(config, INFO, WARMUP)
 
     def listen(self) -> None:
         """There is another socket."""

@@ -12,7 +12,6 @@ from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import (
-    CachedBatch,
     GoneShardError,
     LostStepError,
     SilentShardError,
@@ -65,18 +64,6 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
     check_digests(number, [r.digest if r.HasField("digest") else None for r in responses])
     shard_ns = [response.forward_ns + response.decode_ns for response in responses]
     return translate.from_step(first, shard_ns)
-
-
-def merge_kept(number: int, responses: Sequence[pb.FilterBatchResponse]) -> CachedBatch:
-    """The remaining rows of a batch. Raises LostStepError, which names rank and message, if a rank
-    has kept other requests than rank 0."""
-    kept = [translate.from_cached_batch(response.batch) for response in responses]
-    if others := [rank for rank, batch in enumerate(kept) if batch != kept[0]]:
-        raise LostStepError(
-            f"Server error: {_shards(others)} kept other requests than shard 0 in step {number}, "
-            "so that they no longer compute the same"
-        )
-    return kept[0]
 
 
 def check_digests(number: int, digests: Sequence[int | None]) -> None:

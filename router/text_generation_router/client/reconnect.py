@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import LostStepError
-from text_generation_router.scheduler.watch import ANSWER_S, NUM_QUESTIONS
+from text_generation_router.scheduler.watch import NUM_QUESTIONS, silence_of
 
 # How often the socket is checked for a replacement.
 POLL_S = 0.02
@@ -33,23 +34,13 @@ class Reconnection:
     The shards that it returns serve the same model within the same limits, and are warm.
     """
 
-    def __init__(
-        self,
-        path: str,
-        answer_s: float,
-        info: ShardInfo,
-        warmup: WarmupResult,
-        max_prefill_tokens: int,
-        max_batch_size: int,
-    ) -> None:
-        """`info` and `warmup` are the answers of the first shards; rank 0 listens at `path`."""
-        self._path = path
-        self._answer_s = answer_s
+    def __init__(self, config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
+        """`info` and `warmup` are the answers of the first shards."""
+        self._path = config.master_shard_uds_path
+        self._config = config
         self._info = info
         self._warmup = warmup
-        self._max_prefill_tokens = max_prefill_tokens
-        self._max_batch_size = max_batch_size
-        self._last = _identity(path)
+        self._last = _identity(self._path)
 
     async def __call__(self, report: Callable[[str], None]) -> ShardedClient:
         """Waits for new shards. Calls `report` with a sentence while the old ones have not ended.
@@ -57,20 +48,17 @@ class Reconnection:
         while True:
             await self._other_socket(report)
             attempt = asyncio.ensure_future(self._connect())
-            change = asyncio.ensure_future(self._change())
             try:
-                await asyncio.wait({attempt, change}, return_when=asyncio.FIRST_COMPLETED)
+                # With another socket again, those that it waits for have ended.
+                while not attempt.done() and _identity(self._path) == self._last:
+                    await asyncio.wait({attempt}, timeout=POLL_S)
                 if attempt.done():
                     return attempt.result()
             except LostStepError as error:
                 logger.warning("The new shards are lost, too: %s", error)
             finally:
-                change.cancel()
                 attempt.cancel()
-                # Not `await attempt`: a cancellation of this task is not the end of the attempt.
-                await asyncio.wait({attempt})
-                if not attempt.cancelled() and (failure := attempt.exception()) is not None:
-                    logger.debug("Connecting to new shards has failed: %s", failure)
+                await asyncio.gather(attempt, return_exceptions=True)
 
     async def _other_socket(self, report: Callable[[str], None]) -> None:
         """Returns when there is a new socket. Until then it calls `report` repeatedly: the launcher
@@ -84,14 +72,11 @@ class Reconnection:
             await asyncio.sleep(POLL_S)
         self._last = found
 
-    async def _change(self) -> None:
-        """Returns when the socket has changed again."""
-        while _identity(self._path) == self._last:
-            await asyncio.sleep(POLL_S)
-
     async def _connect(self) -> ShardedClient:
         try:
-            shards = await ShardedClient.connect(self._path, answer_s=self._answer_s)
+            shards = await ShardedClient.connect(
+                self._path, answer_s=self._config.starting_deadline_s
+            )
         except GenerationError as error:
             # Some may have failed before they listened; the launcher starts new ones.
             raise LostStepError(*error.args) from error
@@ -115,8 +100,8 @@ class Reconnection:
         await shards.clear_cache(None)
         self._check_info(await shards.info())
         warmup = await shards.warmup(
-            max_prefill_tokens=self._max_prefill_tokens,
-            max_batch_size=self._max_batch_size,
+            max_prefill_tokens=self._config.max_batch_prefill_tokens,
+            max_batch_size=self._config.batch_rows,
             max_input_tokens=self._warmup.max_input_tokens,
             max_total_tokens=self._warmup.max_total_tokens,
             max_batch_total_tokens=self._warmup.num_blocks * self._info.block_size,
@@ -135,17 +120,10 @@ class Reconnection:
 
 
 async def _silence(shards: ShardedClient) -> None:
-    """Returns after NUM_QUESTIONS unanswered health checks in a row."""
-    num_unanswered = 0
-    while num_unanswered < NUM_QUESTIONS:
+    """Returns when they do not answer health checks any more."""
+    await asyncio.sleep(PATIENCE_S)
+    while not await silence_of(shards, NUM_QUESTIONS):
         await asyncio.sleep(PATIENCE_S)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await shards.health()
-        except (GenerationError, TimeoutError):
-            num_unanswered += 1
-        else:
-            num_unanswered = 0
 
 
 def _identity(path: str) -> _Identity | None:

@@ -188,7 +188,7 @@ class ShardedClient:
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
         responses = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
-        return answers.merge_kept(request.number, responses)
+        return translate.from_cached_batch(responses[0].batch)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""

@@ -232,28 +232,13 @@ class WatchedShards:
         self._timer = loop.call_later(LOOK_S, self._look)
 
     async def _ask(self, shards: Shards, call: _Call) -> None:
-        is_alive = await self._is_alive(shards)
+        self.detail = await silence_of(shards, self._num_questions)
         self._question = None
         loop = asyncio.get_running_loop()
         self._next_question = loop.time() + PATIENCE_S
-        if not is_alive and call in self._calls:
+        if self.detail and call in self._calls:
             lasted_s = loop.time() - call.since
             self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s")
-
-    async def _is_alive(self, shards: Shards) -> bool:
-        for _ in range(self._num_questions):
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    await shards.health()
-            except Exception as error:
-                # Any failure counts: no code awaits this task, and an exception here would end the
-                # watch, so that requests could wait for ever.
-                self.detail = str(error) or type(error).__name__
-                logger.warning("A step takes long, and the shards are silent: %s", self.detail)
-            else:
-                self.detail = ""
-                return True
-        return False
 
     # ---- Losses ----
 
@@ -358,3 +343,21 @@ class WatchedShards:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def silence_of(shards: Shards, num_questions: int) -> str:
+    """Asks for their health up to so many times. Returns the last error if there is no answer, or
+    else an empty string."""
+    why = ""
+    for _ in range(num_questions):
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await shards.health()
+        except Exception as error:
+            # Any failure counts: no code awaits the watch, and an exception here would end it, so
+            # that requests could wait for ever.
+            why = str(error) or type(error).__name__
+            logger.warning("A call takes long, and the shards are silent: %s", why)
+        else:
+            return ""
+    return why
