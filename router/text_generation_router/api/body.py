@@ -1,24 +1,20 @@
-"""Reads the body of a request: content type, size, encoding, JSON.
+"""Reads the body of a request: size, encoding, JSON.
 
 Refusals have the statuses of TGI's extractor, and a JSON error object, on which clients call
 `.json()`.
 """
 
 import codecs
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
 
-from text_generation_router.api.keys import KeyScheme
 from text_generation_router.edge.body_cost import (
     ENCODINGS,
     MOST_TIMES,
@@ -27,7 +23,6 @@ from text_generation_router.edge.body_cost import (
     inflated,
     is_too_costly,
 )
-from text_generation_router.request_options import read_options
 
 # Larger bodies are parsed and validated in a thread, which does not stop streams.
 _LARGE_BODY = 64 * 1024
@@ -42,52 +37,9 @@ class BodyError(HTTPException):
     """A body that is not a request; `detail` is the sentence for the user."""
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Parser = Callable[[bytes | bytearray], Any]
 # Of FastAPI: the request that a value is, and what is wrong with it.
 Validate = Callable[..., tuple[Any, Any]]
-
-
-class _ReadRequest(Request):
-    """A request whose body is read. To FastAPI the body is JSON, which it need not parse."""
-
-    def __init__(self, scope: Scope, receive: Receive, value: Any) -> None:
-        super().__init__(scope, receive)
-        self._headers = Headers(raw=[(b"content-type", b"application/json"), *scope["headers"]])
-        self._body, self._json = b"read", value
-
-
-class JsonRoute(APIRoute):
-    """A POST route whose body is JSON of at most `payload_limit` bytes.
-
-    The key is checked first, then the headers that set the options of the request, then the body.
-    FastAPI alone would read the body before it calls any dependency.
-    """
-
-    def get_route_handler(self) -> Handler:
-        """Raises HTTPException, RouterError and RequestValidationError."""
-        handler = super().get_route_handler()
-        declared = (each.dependency for each in self.dependencies)
-        schemes = [each for each in declared if isinstance(each, KeyScheme)]
-        field = self.body_field
-        assert field is not None
-
-        async def reading(request: Request) -> Response:
-            for scheme in schemes:
-                await scheme(request)
-            deadline = read_options(request.scope).deadline
-            async with nullcontext() if deadline is None else deadline.bounds():
-                value = await _read(request, field.validate, self.parser(request.headers))
-                return await handler(_ReadRequest(request.scope, request.receive, value))
-
-        return reading
-
-    def parser(self, headers: Headers) -> Parser:
-        """The function that parses the body. Raises BodyError unless the body is called JSON."""
-        main, _, sub = media_type(headers).partition("/")
-        if main != "application" or not (sub == "json" or sub.endswith("+json")):
-            raise BodyError(415, "Expected request with `Content-Type: application/json`")
-        return parsed
 
 
 def media_type(headers: Headers) -> str:
@@ -95,7 +47,7 @@ def media_type(headers: Headers) -> str:
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _read(request: Request, validate: Validate, parse: Parser) -> Any:
+async def read_body(request: Request, validate: Validate, parse: Parser) -> Any:
     """The parsed body; of a large one the validated request, which FastAPI accepts as it is.
     Raises BodyError, OverloadedError and RequestValidationError."""
     services = request.app.state.services

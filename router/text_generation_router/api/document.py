@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
-from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.routes import JsonRoute
 from text_generation_router.request_options import MOST_PRIORITY
 
 Json = dict[str, Any]

@@ -1,15 +1,19 @@
-"""What route functions share: their services, HEAD for GET, and the end when a client leaves."""
+"""What routes share: how a body is read, the end when a client leaves, services, HEAD for GET."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
 
-from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.body import BodyError, Parser, media_type, parsed, read_body
 from text_generation_router.api.errors import Responses
-from text_generation_router.api.keys import NEEDS_KEY, caller_of
+from text_generation_router.api.keys import NEEDS_KEY, KeyScheme, caller_of
 from text_generation_router.api.sse import (
     COMMENT,
     EventStream,
@@ -18,7 +22,7 @@ from text_generation_router.api.sse import (
     last_event,
 )
 from text_generation_router.request_id import TRACE
-from text_generation_router.request_options import options_of
+from text_generation_router.request_options import options_of, read_options
 from text_generation_router.services import Services
 
 
@@ -28,6 +32,50 @@ def events(description: str, event: type[BaseModel] | None = None) -> Responses:
     if event is not None:
         content = {"schema": {"$ref": f"#/components/schemas/{event.__name__}"}}
     return {200: {"description": description, "content": {"text/event-stream": content}}}
+
+
+class _ReadRequest(Request):
+    """A request whose body is read. To FastAPI the body is JSON, which it need not parse."""
+
+    def __init__(self, scope: Scope, receive: Receive, value: Any) -> None:
+        super().__init__(scope, receive)
+        self._headers = Headers(raw=[(b"content-type", b"application/json"), *scope["headers"]])
+        self._body, self._json = b"read", value
+
+
+class JsonRoute(APIRoute):
+    """A POST route whose body is JSON of at most `payload_limit` bytes.
+
+    The key is checked first, then the headers that set the options of the request, then the body.
+    FastAPI alone would read the body before it calls any dependency. The route function is
+    cancelled when the client leaves.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Raises HTTPException, RouterError and RequestValidationError."""
+        handler = super().get_route_handler()
+        declared = (each.dependency for each in self.dependencies)
+        schemes = [each for each in declared if isinstance(each, KeyScheme)]
+        field = self.body_field
+        assert field is not None
+
+        async def reading(request: Request) -> Response:
+            for scheme in schemes:
+                await scheme(request)
+            deadline = read_options(request.scope).deadline
+            async with nullcontext() if deadline is None else deadline.bounds():
+                value = await read_body(request, field.validate, self.parser(request.headers))
+                read = _ReadRequest(request.scope, request.receive, value)
+                return await _unless_disconnected(request, handler(read))
+
+        return reading
+
+    def parser(self, headers: Headers) -> Parser:
+        """The function that parses the body. Raises BodyError unless the body is called JSON."""
+        main, _, sub = media_type(headers).partition("/")
+        if main != "application" or not (sub == "json" or sub.endswith("+json")):
+            raise BodyError(415, "Expected request with `Content-Type: application/json`")
+        return parsed
 
 
 def post_router(tag: str, errors: Responses, route_class: type[JsonRoute] = JsonRoute) -> APIRouter:
@@ -60,11 +108,7 @@ def get(router: APIRouter, path: str, **options: Any) -> Callable[[Handler], Han
     return register
 
 
-Result = TypeVar("Result")
-
-
 async def open_stream(
-    request: Request,
     chunks: AsyncGenerator[bytes],
     headers: Mapping[str, str],
     failed: LastEvent,
@@ -77,15 +121,15 @@ async def open_stream(
     other error becomes the last event, which `failed` writes.
     """
     try:
-        first = await unless_disconnected(request, anext(chunks))
+        first = await anext(chunks)
     except Exception as error:
-        if isinstance(error, HTTPException) or has_status(error):
+        if has_status(error):
             raise
         first = last_event(error, failed)
     return EventStream(chunks, headers, failed, keep_alive, first)
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """The result of `work`. Raises HTTPException 499, and cancels it, if the client leaves."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(request.receive))

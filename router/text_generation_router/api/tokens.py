@@ -6,12 +6,11 @@ from contextlib import AbstractContextManager
 from itertools import islice
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from text_generation_router.api.routes import unless_disconnected
 from text_generation_router.encoding import Encoding
 from text_generation_router.services import Services
 
@@ -56,13 +55,6 @@ class TokenizedToken(BaseModel):
     text: str
     start: int = Field(description="Where the token begins, in bytes.")
     stop: int = Field(description="Where the token ends, in bytes.")
-
-
-async def encoded(
-    text: str, request: Request, services: Services, add_special_tokens: bool
-) -> Encoding:
-    """The tokens of the text."""
-    return await unless_disconnected(request, services.tokenizer.encode(text, add_special_tokens))
 
 
 def token_answer(

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, make_id
@@ -25,7 +25,6 @@ from text_generation_router.api.routes import (
     events,
     open_stream,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.api.sse import named_events
 from text_generation_router.chat.parser import (
@@ -227,37 +226,28 @@ router = post_router("Anthropic", STATUSES)
     summary="Create a message",
     responses=_EVENTS,
 )
-async def messages(
-    body: MessagesRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def messages(body: MessagesRequest, services: ServicesDependency) -> Response:
     """Text, thinking and tool use, whole or as events."""
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body)
     if body.stream:
-        return await open_stream(request, run.chunks(), headers, _failed, keep_alive=_PING)
-    return json_response(await unless_disconnected(request, run.whole()), headers)
+        return await open_stream(run.chunks(), headers, _failed, keep_alive=_PING)
+    return json_response(await run.whole(), headers)
 
 
 @router.post(
     "/v1/messages/count_tokens",
     summary="Count the tokens of a message",
 )
-async def count_tokens(
-    body: CountTokensRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -> Response:
     """The length of the prompt, counted as /v1/messages counts it."""
     check_model(body.model, services)
     with services.infer.admitted(1):
-        num_tokens = await unless_disconnected(request, _count(body, services))
-    return json_response({"input_tokens": num_tokens})
-
-
-async def _count(body: CountTokensRequest, services: Services) -> int:
-    prompt = await services.chat.render(conversation_of(body))
-    tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
-    return tokens.count
+        prompt = await services.chat.render(conversation_of(body))
+        tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
+    return json_response({"input_tokens": tokens.count})
 
 
 def _failed(error: Exception) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import json_response, timing_headers
@@ -34,9 +34,8 @@ from text_generation_router.api.routes import (
     events,
     open_stream,
     post_router,
-    unless_disconnected,
 )
-from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
+from text_generation_router.api.tokens import TokenizedToken, render_tokens, token_answer
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -52,6 +51,7 @@ from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 
+PATH = "/v1/chat/completions"
 # Templates of Mistral's models refuse ids of another length or with other characters.
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -222,14 +222,12 @@ tokenize_router = post_router("Text Generation Inference", TGI_ERRORS)
 
 
 @router.post(
-    "/v1/chat/completions",
+    PATH,
     summary="Generate tokens",
     response_model=ChatCompletion | ChatCompletionChunk,
     responses=events(STREAM, ChatCompletionChunk),
 )
-async def chat_completions(
-    body: ChatRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def chat_completions(body: ChatRequest, services: ServicesDependency) -> Response:
     """Generate the next message of a conversation."""
     check_model(body.model, services)
     stream.check_num_sequences(body.num_sequences, "n", services)
@@ -242,8 +240,8 @@ async def chat_completions(
             **warning(body),
         }
         chunks = _stream(body, conversation, services)
-        return await open_stream(request, chunks, headers, stream.failed_event(request.url.path))
-    return await unless_disconnected(request, _answer(body, conversation, services))
+        return await open_stream(chunks, headers, stream.failed_event(PATH))
+    return await _answer(body, conversation, services)
 
 
 async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
@@ -339,15 +337,13 @@ class ChatTokenizeResponse(BaseModel):
     summary="Template and tokenize ChatRequest",
     response_model=ChatTokenizeResponse,
 )
-async def get_chat_tokenize(
-    body: ChatRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def get_chat_tokenize(body: ChatRequest, services: ServicesDependency) -> Response:
     """The text that /v1/chat/completions would send to the model. Nothing is added to it."""
     services.metrics.request_count.inc()
     with services.infer.admitted(1):
         text = await services.chat.render(body.to_conversation())
         special = bool(body.add_special_tokens)
-        encoding = await encoded(text, request, services, add_special_tokens=special)
+        encoding = await services.tokenizer.encode(text, add_special_tokens=special)
     return token_answer(text, encoding, _pieces(text, encoding), services)
 
 

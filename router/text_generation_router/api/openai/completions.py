@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from text_generation_router.api.answers import json_response, timing_headers
 from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
@@ -30,7 +30,6 @@ from text_generation_router.api.routes import (
     events,
     open_stream,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.infer import gather_or_cancel
@@ -39,6 +38,7 @@ from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
+PATH = "/v1/completions"
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
 
@@ -54,14 +54,12 @@ class Prompt:
 
 
 @router.post(
-    "/v1/completions",
+    PATH,
     summary="Generate tokens",
     response_model=Completion | CompletionChunk,
     responses=events(STREAM, CompletionChunk),
 )
-async def completions(
-    body: CompletionRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def completions(body: CompletionRequest, services: ServicesDependency) -> Response:
     """Generate tokens after one or several prompts."""
     check_model(body.model, services)
     prompts = await _prompts(body, services)
@@ -73,14 +71,14 @@ async def completions(
             **warning(body),
         }
         chunks = _stream(body, prompts, services)
-        return await open_stream(request, chunks, headers, stream.failed_event(request.url.path))
+        return await open_stream(chunks, headers, stream.failed_event(PATH))
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
     work = (
         services.infer.generate_many(prompt.asked, body.num_candidates, entries.add)
         for prompt in prompts
     )
-    results = await unless_disconnected(request, gather_or_cancel(work))
+    results = await gather_or_cancel(work)
     if entries.are_many:
         return await asyncio.to_thread(_answer, body, prompts, results, services)
     return _answer(body, prompts, results, services)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel, Field, field_validator
 
 from text_generation_router.api.answers import float32_json, timing_headers
@@ -13,7 +13,7 @@ from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.schemas import TokenId
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Numbers
@@ -104,9 +104,7 @@ class EmbeddingListBody(BaseModel):
     summary="Embed texts",
     response_model=EmbeddingListBody,
 )
-async def embeddings(
-    body: EmbeddingRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def embeddings(body: EmbeddingRequest, services: ServicesDependency) -> Response:
     """A vector for each text: the hidden state behind the model's last norm, of the last token or
     the mean over all (--pooling)."""
     check_model(body.model, services)
@@ -119,7 +117,7 @@ async def embeddings(
         )
     services.metrics.request_count.inc()
     asked = [_asked(given, body, services) for given in body.inputs]
-    results = await unless_disconnected(request, read_prompts(services.infer, asked))
+    results = await read_prompts(services.infer, asked)
     return _answer(asked, results, body, services)
 
 

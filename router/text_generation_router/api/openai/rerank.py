@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from text_generation_router.api.answers import json_response, timing_headers
@@ -13,7 +13,7 @@ from text_generation_router.api.errors import STATUSES, TGI_ERRORS
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.stream import envelope
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.api.routes import ServicesDependency, post_router, unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused
 from text_generation_router.prompts import MOST_PROMPTS, read_prompts
@@ -118,11 +118,9 @@ class RerankRequest(ScoringBody):
 
 @router.post("/v1/score", name="score_v1", responses=STATUSES, **_SCORE)
 @router.post("/score", name="score", responses=TGI_ERRORS, **_SCORE)
-async def score_pairs(
-    body: ScoreRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def score_pairs(body: ScoreRequest, services: ServicesDependency) -> Response:
     """How well each document answers its query, from 0 to 1."""
-    scores, usage, headers = await _scored(body, body.pairs, request, services)
+    scores, usage, headers = await _scored(body, body.pairs, services)
     data = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
     ]
@@ -133,11 +131,11 @@ async def score_pairs(
 @router.post("/v1/rerank", name="rerank_v1", responses=STATUSES, **_RERANK)
 @router.post("/v2/rerank", name="rerank_v2", responses=TGI_ERRORS, **_RERANK)
 @router.post("/rerank", name="rerank", responses=TGI_ERRORS, **_RERANK)
-async def rerank(body: RerankRequest, request: Request, services: ServicesDependency) -> Response:
+async def rerank(body: RerankRequest, services: ServicesDependency) -> Response:
     """The documents, those that answer the query best first."""
     texts = [text_of(document) for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    scores, usage, headers = await _scored(body, pairs, request, services)
+    scores, usage, headers = await _scored(body, pairs, services)
     order = sorted(range(len(pairs)), key=lambda place: -scores[place])
     results = [
         {"index": place}
@@ -151,7 +149,7 @@ async def rerank(body: RerankRequest, request: Request, services: ServicesDepend
 
 
 async def _scored(
-    body: ScoringBody, pairs: Sequence[tuple[str, str]], request: Request, services: Services
+    body: ScoringBody, pairs: Sequence[tuple[str, str]], services: Services
 ) -> tuple[list[float], dict[str, int], dict[str, str]]:
     """A score for each pair of query and document; the usage and the headers of the answer."""
     check_model(body.model, services)
@@ -160,7 +158,7 @@ async def _scored(
         raise NotARerankerError(reranker)
     services.metrics.request_count.inc()
     asked = [partial(_asked, reranker, body, *pair, services) for pair in pairs]
-    results = await unless_disconnected(request, read_prompts(services.infer, asked))
+    results = await read_prompts(services.infer, asked)
     if not all(result.prefill.scores for result in results):
         raise GenerationError("the shards have given no scores")
     num_tokens = sum(result.prompt_tokens for result in results)

@@ -42,7 +42,6 @@ from text_generation_router.api.routes import (
     ServicesDependency,
     get,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
@@ -171,12 +170,12 @@ async def kserve_infer(
     services.metrics.request_count.inc()
     if not _is_tgis(body, request):
         request.scope[_OPEN] = True
-        return await _infer(model_name, model_version, body, request, services)
+        return await _infer(model_name, model_version, body, services)
     outputs = body.outputs or []
     if len(body.inputs) != len(outputs):
         raise LengthMismatchError("Inputs and outputs length mismatch")
     prompts = [text for tensor in body.inputs for text in _texts(tensor)]
-    texts = await _generate_all(body, prompts, request, services)
+    texts = await _generate_all(body, prompts, services)
     made: list[dict[str, Any]] = [
         {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
         for output, text in zip(outputs, map(str.encode, texts), strict=True)
@@ -186,11 +185,11 @@ async def kserve_infer(
 
 @open_router.post(f"{_MODEL}/infer", summary="Inference by the protocol")
 async def kserve_any_version_infer(
-    model_name: str, body: InferenceRequest, request: Request, services: ServicesDependency
+    model_name: str, body: InferenceRequest, services: ServicesDependency
 ) -> Response:
     """Generates for every element of every input."""
     services.metrics.request_count.inc()
-    return await _infer(model_name, _ONLY_VERSION, body, request, services)
+    return await _infer(model_name, _ONLY_VERSION, body, services)
 
 
 def _is_tgis(body: InferenceRequest, request: Request) -> bool:
@@ -206,14 +205,13 @@ async def _infer(
     model_name: str,
     model_version: str,
     body: InferenceRequest,
-    request: Request,
     services: Services,
 ) -> Response:
     """The protocol's answer. Raises RouterError."""
     check_model(model_name, services)
     names = _output_names(body)
     prompts = [_checked_texts(tensor) for tensor in body.inputs]
-    texts = iter(await _generate_all(body, [*chain(*prompts)], request, services))
+    texts = iter(await _generate_all(body, [*chain(*prompts)], services))
     answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
     if body.id is not None:
         answer["id"] = body.id
@@ -294,7 +292,7 @@ def _is_binary(body: InferenceRequest, place: int) -> bool:
 
 
 async def _generate_all(
-    body: InferenceRequest, prompts: Sequence[str], request: Request, services: Services
+    body: InferenceRequest, prompts: Sequence[str], services: Services
 ) -> list[str]:
     """A text for each prompt. Raises RouterError."""
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -309,7 +307,7 @@ async def _generate_all(
         answer = generate_answer(*await services.infer.generate_best_of(asked), asked)
         return cast(str, answer["generated_text"])
 
-    return await unless_disconnected(request, gather_or_cancel(map(generate, prompts)))
+    return await gather_or_cancel(map(generate, prompts))
 
 
 def respond(request: Request, error: Exception) -> Response:

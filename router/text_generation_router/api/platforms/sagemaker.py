@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import Discriminator, Tag
 
 from text_generation_router.api.errors import TGI_ERRORS
@@ -44,15 +44,13 @@ SagemakerRequest = Annotated[
     response_model=list[GenerateResponse] | ChatCompletion | Completion,
     responses=events("The answer, or with `stream` its events."),
 )
-async def sagemaker_compatibility(
-    body: SagemakerRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def sagemaker_compatibility(body: SagemakerRequest, services: ServicesDependency) -> Response:
     """What POST / does with `inputs`, /v1/chat/completions with `messages`, and /v1/completions
     with `prompt`."""
     match body:
         case ChatRequest():
-            return await chat_completions(body, request, services)
+            return await chat_completions(body, services)
         case CompletionRequest():
-            return await completions(body, request, services)
+            return await completions(body, services)
         case _:
-            return await compat_generate(body, request, services)
+            return await compat_generate(body, services)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.answers import json_response
@@ -12,7 +12,6 @@ from text_generation_router.api.routes import (
     ServicesDependency,
     get,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import health
@@ -49,15 +48,13 @@ class VertexRequest(Body):
     "/vertex",
     summary="Generate tokens from Vertex request",
 )
-async def vertex_compatibility(
-    body: VertexRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def vertex_compatibility(body: VertexRequest, services: ServicesDependency) -> Response:
     """Generates for all instances at once; one failure fails all. One prediction an instance, in
     order: its text, or /generate's answer with `details`."""
     services.metrics.request_count.inc(len(body.instances))
     services.infer.check_could_fit(len(body.instances))
-    work = gather_or_cancel([_prediction(instance, services) for instance in body.instances])
-    predictions = await unless_disconnected(request, work)
+    work = [_prediction(instance, services) for instance in body.instances]
+    predictions = await gather_or_cancel(work)
     return json_response({"predictions": predictions})
 
 

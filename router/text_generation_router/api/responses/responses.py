@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from text_generation_router.api.answers import json_response, make_id
 from text_generation_router.api.errors import STATUSES, describe
@@ -21,7 +21,6 @@ from text_generation_router.api.routes import (
     events,
     open_stream,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.api.sse import named_events
 from text_generation_router.chat.parser import ChatEvent
@@ -198,17 +197,15 @@ router = post_router("OpenAI", STATUSES)
     summary="Create a response",
     responses=_EVENTS,
 )
-async def responses(
-    body: ResponsesRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def responses(body: ResponsesRequest, services: ServicesDependency) -> Response:
     """Text, reasoning and function calls, whole or as events; nothing is stored."""
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = ResponseRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
     if body.stream:
-        return await open_stream(request, run.chunks(), headers, run.failed, has_status=_has_status)
-    return json_response(await unless_disconnected(request, run.whole()), headers)
+        return await open_stream(run.chunks(), headers, run.failed, has_status=_has_status)
+    return json_response(await run.whole(), headers)
 
 
 def _has_status(error: Exception) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 
 from text_generation_router.api.answers import (
     float32,
@@ -18,7 +18,6 @@ from text_generation_router.api.routes import (
     events,
     open_stream,
     post_router,
-    unless_disconnected,
 )
 from text_generation_router.api.sse import error_event, event
 from text_generation_router.api.tgi.schemas import (
@@ -27,7 +26,7 @@ from text_generation_router.api.tgi.schemas import (
     GenerateResponse,
     StreamResponse,
 )
-from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
+from text_generation_router.api.tokens import TokenizedToken, render_tokens, token_answer
 from text_generation_router.errors import DeadlineError, RouterError
 from text_generation_router.generation import GenerateResult
 from text_generation_router.request import Output, Token, TokenOutput
@@ -50,12 +49,10 @@ router = post_router("Text Generation Inference", TGI_ERRORS)
     summary="Generate tokens",
     response_model=GenerateResponse,
 )
-async def generate(
-    body: GenerateRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def generate(body: GenerateRequest, services: ServicesDependency) -> Response:
     """Generate tokens."""
     services.metrics.request_count.inc()
-    return await _generate(body.to_parameters(), request, services, in_list=False)
+    return await _generate(body.to_parameters(), services, in_list=False)
 
 
 @router.post(
@@ -66,12 +63,10 @@ async def generate(
     response_model=StreamResponse,
     responses=_EVENTS,
 )
-async def generate_stream(
-    body: GenerateRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def generate_stream(body: GenerateRequest, services: ServicesDependency) -> Response:
     """Generate a stream of tokens using Server-Sent Events."""
     services.metrics.request_count.inc()
-    return await _generate_stream(body.to_parameters(), request, services)
+    return await _generate_stream(body.to_parameters(), services)
 
 
 @router.post(
@@ -80,16 +75,14 @@ async def generate_stream(
     response_model=list[GenerateResponse],
     responses=_EVENTS,
 )
-async def compat_generate(
-    body: CompatGenerateRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def compat_generate(body: CompatGenerateRequest, services: ServicesDependency) -> Response:
     """Generate tokens, or a stream of tokens if `stream` is true."""
     services.metrics.request_count.inc()
     # What TGI does for a model whose task the Hub does not know otherwise.
     asked = body.to_parameters(return_full_text=True)
     if body.stream:
-        return await _generate_stream(asked, request, services)
-    return await _generate(asked, request, services, in_list=True)
+        return await _generate_stream(asked, services)
+    return await _generate(asked, services, in_list=True)
 
 
 @router.post(
@@ -97,21 +90,16 @@ async def compat_generate(
     summary="Tokenize inputs",
     response_model=list[TokenizedToken],
 )
-async def tokenize(
-    body: GenerateRequest, request: Request, services: ServicesDependency
-) -> Response:
+async def tokenize(body: GenerateRequest, services: ServicesDependency) -> Response:
     """The tokens of the inputs with their byte offsets."""
     with services.infer.admitted(1):
-        encoding = await encoded(body.inputs, request, services, add_special_tokens=True)
+        encoding = await services.tokenizer.encode(body.inputs, add_special_tokens=True)
     return token_answer(body.inputs, encoding, render_tokens(body.inputs, encoding), services)
 
 
-async def _generate(
-    asked: GenerateParameters, request: Request, services: Services, in_list: bool
-) -> Response:
-    """The whole answer; a client that leaves meanwhile ends the generation."""
-    outcome = await unless_disconnected(request, services.infer.generate_best_of(asked))
-    best, others = outcome
+async def _generate(asked: GenerateParameters, services: Services, in_list: bool) -> Response:
+    """The whole answer."""
+    best, others = await services.infer.generate_best_of(asked)
     answer = generate_answer(best, others, asked)
     headers = timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services)
     return json_response([answer] if in_list else answer, headers)
@@ -127,9 +115,7 @@ def generate_answer(
     return answer
 
 
-async def _generate_stream(
-    asked: GenerateParameters, request: Request, services: Services
-) -> Response:
+async def _generate_stream(asked: GenerateParameters, services: Services) -> Response:
     """The stream. As TGI has it, what is wrong with the request is an event; before admission only
     what passes, as too many requests do, is answered with a status."""
     headers = {
@@ -137,7 +123,7 @@ async def _generate_stream(
         "x-compute-characters": str(len(asked.inputs)),
     }
     chunks = _stream(asked, services)
-    return await open_stream(request, chunks, headers, error_event, has_status=_passes)
+    return await open_stream(chunks, headers, error_event, has_status=_passes)
 
 
 def _passes(error: Exception) -> bool:
