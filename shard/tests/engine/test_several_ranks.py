@@ -290,7 +290,7 @@ async def test_a_wrong_token_is_found_in_its_step(
     write = engine._write
 
     def write_another(self: Engine, part: Any) -> pb.StepResponse:
-        part.verified.output.generations.token_ids[0] += 1
+        part.output.generations.token_ids[0] += 1
         return write(part)
 
     monkeypatch.setattr(engine, "_write", MethodType(write_another, engine))

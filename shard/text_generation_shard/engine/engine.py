@@ -17,10 +17,9 @@ from text_generation_proto import pb
 
 from text_generation_shard.device.base import Device, Launched, ScheduledTokens
 from text_generation_shard.engine import out_of_memory
-from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
-from text_generation_shard.engine.output import Part, verify, write
+from text_generation_shard.engine.output import Computed, verify, write
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
@@ -134,7 +133,8 @@ class Engine:
         self._fixed = Fixed(
             model=model,
             table=table,
-            builder=BatchBuilder(table, self.device.upload, model.length_rule),
+            upload=self.device.upload,
+            length_rule=model.length_rule,
             end_ids=np.array(model.config.eos_token_ids, dtype=np.int64),
             watermark=self._watermark,
             follows_grammars=self.world.rank == 0,
@@ -168,14 +168,13 @@ class Engine:
         before = self._in_flight[0].plan.samples if self._in_flight else None
         if step.new_requests:
             self._check_vocabulary(step.new_requests)
-        running = self._planner.running(step, before)
         rows: list[int] = []
         taking = time.perf_counter_ns()
         try:
             for request in step.new_requests:
                 rows.append(self._table.take(request))
             admitted = time.perf_counter_ns()
-            plan = self._planner.plan(running, step.new_requests, rows, before)
+            plan = self._planner.plan(step, rows, before)
             launched = self._unless_short(partial(self._runner.launch, plan))
         except BaseException:
             self._table.release(rows)
@@ -287,7 +286,7 @@ class Engine:
         even alone. The row table is written after all parts are computed."""
         plan, table = handle.plan, self._table
 
-        def compute(scheduled: ScheduledTokens) -> Part | None:
+        def compute(scheduled: ScheduledTokens) -> Computed | None:
             own = self._planner.part(scheduled)
             part = self._unless_short(lambda: self._computed(own, self._runner.launch(own)))
             if part is None:
@@ -312,19 +311,20 @@ class Engine:
         done_ns = parts[-1].done_ns if parts else time.perf_counter_ns()
         return self._complete(out_of_memory.merged(outputs), handle, done_ns)
 
-    def _computed(self, plan: Plan, launched: Launched) -> Part:
+    def _computed(self, plan: Plan, launched: Launched) -> Computed:
         """Wait for a launched step, and verify its tokens."""
-        scores, verified = launched.result(), None
-        if scores.choice is not None:
-            choice = plan.drop_ended(scores.choice)
-            verified = verify(plan, choice, self._table, self._end_ids, self.world)
-        return Part(plan, verified, scores.forward_done_ns)
+        scores = launched.result()
+        done_ns, table = scores.forward_done_ns, self._table
+        if scores.choice is None:
+            return Computed(plan, done_ns, pb.StepResponse())
+        choice = plan.drop_ended(scores.choice)
+        return verify(plan, choice, done_ns, table, self._end_ids, self.world)
 
-    def _write(self, part: Part) -> pb.StepResponse:
+    def _write(self, part: Computed) -> pb.StepResponse:
         """Write results into the row table, and release the rows that ended."""
-        samples, verified = part.plan.samples, part.verified
-        if verified is not None and not samples.is_single:
-            self._planner.learn(samples, np.array(verified.counts) - 1)
+        samples = part.plan.samples
+        if part.counts and not samples.is_single:
+            self._planner.learn(samples, np.array(part.counts) - 1)
         return write(part, self._table)
 
     def _complete(

@@ -97,64 +97,57 @@ def sampled_positions(passes: Sequence[ScheduledTokens]) -> SampledPositions:
     return SampledPositions(rows, positions, owners, ends - counts, ends, is_single)
 
 
-class BatchBuilder:
-    """Builds the inputs of passes from the row table, which it only reads."""
+def forward_batch(
+    scheduled: ScheduledTokens,
+    table: RowTable,
+    upload: Upload,
+    length_rule: str | None,
+    tables: Callable[[Ints, int], Tensor] | None,
+) -> ForwardBatch:
+    """The inputs of a pass. upload: see Device; length_rule: see RotaryEmbedding; tables: see
+    StepPlan.batch."""
+    contexts = scheduled.ends.tolist()
+    rows, positions = scheduled.tokens()
+    if scheduled.is_decode:
+        wanted, offsets = _NONE, tuple(range(len(contexts) + 1))
+    else:
+        ends = scheduled.counts.cumsum()
+        wanted = last_ones(ends, scheduled.num_sampled)
+        offsets = (0, *ends.tolist())
+    lens = _rope_lens(table, length_rule, rows, positions)
+    input_ids, places, slots, context_lens, indices, rope_lens = upload(
+        [
+            *(table.token_ids[rows, positions].astype(np.int64), positions),
+            *(table.slots(rows, positions), scheduled.ends),
+            *(wanted, _NONE if lens is None else lens),
+        ]
+    )
+    if tables is None:
+        (block_tables,) = upload([table.tables(scheduled.rows, max(contexts))])
+    else:
+        block_tables = tables(scheduled.rows, max(contexts))
+    return ForwardBatch(
+        input_ids=input_ids,
+        positions=places,
+        rope_lens=None if lens is None else rope_lens,
+        slots=slots,
+        block_tables=block_tables,
+        context_lens=context_lens,
+        cu_seqlens_q=offsets,
+        host_context_lens=tuple(contexts),
+        logits_indices=None if scheduled.is_decode else indices,
+        is_decode=scheduled.is_decode,
+    )
 
-    def __init__(self, table: RowTable, upload: Upload, length_rule: str | None) -> None:
-        """upload: see Device; length_rule: see RotaryEmbedding."""
-        self._table, self._upload, self._length_rule = table, upload, length_rule
 
-    def batch(
-        self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None
-    ) -> ForwardBatch:
-        """The inputs of a pass; tables: see StepPlan.batch."""
-        table = self._table
-        contexts = scheduled.ends.tolist()
-        rows, positions = scheduled.tokens()
-        if scheduled.is_decode:
-            wanted, offsets = _NONE, tuple(range(len(contexts) + 1))
-        else:
-            ends = scheduled.counts.cumsum()
-            wanted = last_ones(ends, scheduled.num_sampled)
-            offsets = (0, *ends.tolist())
-        lens = self._rope_lens(rows, positions)
-        input_ids, places, slots, context_lens, indices, rope_lens = self._upload(
-            [
-                *(table.token_ids[rows, positions].astype(np.int64), positions),
-                *(table.slots(rows, positions), scheduled.ends),
-                *(wanted, _NONE if lens is None else lens),
-            ]
-        )
-        block_tables = (tables or self._send_tables)(scheduled.rows, max(contexts))
-        return ForwardBatch(
-            input_ids=input_ids,
-            positions=places,
-            rope_lens=None if lens is None else rope_lens,
-            slots=slots,
-            block_tables=block_tables,
-            context_lens=context_lens,
-            cu_seqlens_q=offsets,
-            host_context_lens=tuple(contexts),
-            logits_indices=None if scheduled.is_decode else indices,
-            is_decode=scheduled.is_decode,
-        )
-
-    def _send_tables(self, rows: Ints, longest: int) -> Tensor:
-        (tables,) = self._upload([self._table.tables(rows, longest)])
-        return tables
-
-    def _rope_lens(self, rows: Ints, positions: Ints) -> Ints | None:
-        """The length that each token's rotation depends on; see RotaryEmbedding."""
-        table, rule = self._table, self._length_rule
-        if rule is None:
-            return None
-        own = positions + 1
-        if rule == "prompt":
-            prompt_lens = table.prompt_lens[rows]
-            lens = np.where(positions < prompt_lens, prompt_lens, own)
-        else:
-            # Input tokens use the length of the whole input, also with chunked prefill; tokens of
-            # a recomputed row use its present length.
-            lens = np.maximum(table.input_lens[rows], table.lens[rows] + 1)
-            lens = np.maximum(lens, own)
-        return lens
+def _rope_lens(table: RowTable, rule: str | None, rows: Ints, positions: Ints) -> Ints | None:
+    """The length that each token's rotation depends on; see RotaryEmbedding."""
+    if rule is None:
+        return None
+    own = positions + 1
+    if rule == "prompt":
+        prompt_lens = table.prompt_lens[rows]
+        return np.where(positions < prompt_lens, prompt_lens, own)
+    # Input tokens use the length of the whole input, also with chunked prefill; tokens of a
+    # recomputed row use its present length.
+    return np.maximum(np.maximum(table.input_lens[rows], table.lens[rows] + 1), own)

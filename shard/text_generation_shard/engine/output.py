@@ -26,37 +26,35 @@ _LOST = "the step in which the grammar went on has failed on another shard"
 # Marks. At a row's first position: its grammar replaced the token, or can not go on. At any
 # position: the scores are not finite.
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
-_NO_MARKS: Ints = np.empty(0, dtype=np.int64)
+_NO_INTS: Ints = np.empty(0, dtype=np.int64)
 
 
-class Verified(NamedTuple):
-    """The accepted tokens of a step, not yet written into the row table."""
-
-    # [T] each.
-    rows: Ints
-    positions: Ints
-    token_ids: Ints
-    # [R] accepted tokens of each row that sampled.
-    counts: list[int]
-    # Rows whose request has ended, and those whose grammar has replaced a token.
-    ended: list[int]
-    driven: list[int]
-    output: pb.StepResponse
-
-
-class Part(NamedTuple):
+class Computed(NamedTuple):
     """A computed step, or a part of one, not yet written into the row table."""
 
     plan: Plan
-    # None: no row sampled.
-    verified: Verified | None
     # time.perf_counter_ns() at the end of its passes.
     done_ns: int
+    output: pb.StepResponse
+    # The accepted tokens: [T] each.
+    rows: Ints = _NO_INTS
+    positions: Ints = _NO_INTS
+    token_ids: Ints = _NO_INTS
+    # [R] accepted tokens of each row that sampled.
+    counts: Sequence[int] = ()
+    # Rows whose request has ended, and those whose grammar has replaced a token.
+    ended: Sequence[int] = ()
+    driven: Sequence[int] = ()
 
 
 def verify(
-    plan: Plan, choice: Choice, table: RowTable, end_ids: frozenset[int], world: World
-) -> Verified:
+    plan: Plan,
+    choice: Choice,
+    done_ns: int,
+    table: RowTable,
+    end_ids: frozenset[int],
+    world: World,
+) -> Computed:
     """Compare the chosen tokens with the draft tokens in the table, and find the requests that
     ended. All ranks choose the same tokens, except for rows with a grammar: rank 0 broadcasts
     those."""
@@ -64,7 +62,7 @@ def verify(
     unsound = choice.unsound()
     if grammars is not None:
         choice = grammars.settle(choice)
-    token_ids, marks = choice.token_ids, _NO_MARKS
+    token_ids, marks = choice.token_ids, _NO_INTS
     if unsound or grammars is not None:
         marks = _marks(len(token_ids), unsound, grammars)
     if world.size > 1 and table.are_constrained(samples.owners):
@@ -82,22 +80,21 @@ def verify(
     ended = [row for row, why in zip(samples.owners.tolist(), reasons, strict=True) if why]
     rows, positions, token_ids = _accepted(table, samples, choice, counts, found)
     output = pb.StepResponse(generations=found, errors=errors)
-    return Verified(rows, positions, token_ids, counts, ended, driven, output)
+    return Computed(plan, done_ns, output, rows, positions, token_ids, counts, ended, driven)
 
 
-def write(part: Part, table: RowTable) -> pb.StepResponse:
+def write(computed: Computed, table: RowTable) -> pb.StepResponse:
     """Write results into the row table, and release the rows that ended."""
-    plan, verified = part.plan, part.verified
+    plan, output, samples = computed.plan, computed.output, computed.plan.samples
     for row, values in plan.prompt_logprobs.items():
         table.prompt_logprobs[row].extend(values)
     for row, pooled_part in plan.pooled_outputs:
         table.pooled_outputs[row].add(pooled_part)
-    if verified is None:
-        return pb.StepResponse()
-    output, samples = verified.output, plan.samples
-    table.write(verified.rows, verified.positions, verified.token_ids)
+    if not computed.counts:
+        return output
+    table.write(computed.rows, computed.positions, computed.token_ids)
     if not samples.is_single:
-        right = np.array(verified.counts) - 1
+        right = np.array(computed.counts) - 1
         table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
     if table.prompt_logprobs or table.pooled_outputs:
         request_ids = output.generations.request_ids
@@ -117,8 +114,8 @@ def write(part: Part, table: RowTable) -> pb.StepResponse:
                     output.pooled_prompts.add(request_id=request_id, values=pooled)
                 if of_prompt.scores:
                     output.token_scores.add(request_id=request_id, logprobs=of_prompt.scores)
-    table.driven.update(verified.driven)
-    table.release(verified.ended)
+    table.driven.update(computed.driven)
+    table.release(computed.ended)
     return output
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints
+from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device.base import Model, Rows, ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
-    BatchBuilder,
     SampledPositions,
+    forward_batch,
     sampled_positions,
 )
 from text_generation_shard.engine.pooled_outputs import pool_pass
@@ -42,7 +42,8 @@ class Fixed:
 
     model: Model
     table: RowTable
-    builder: BatchBuilder
+    upload: Upload
+    length_rule: str | None
     # Tokens that end a text.
     end_ids: Ints
     watermark: Watermark
@@ -98,9 +99,10 @@ class Plan:
         self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
     ) -> ForwardBatch:
         """See StepPlan."""
-        if self._fixed.is_stopping.is_set():
+        fixed = self._fixed
+        if fixed.is_stopping.is_set():
             raise OwnError("the shard is stopping")
-        return self._fixed.builder.batch(scheduled, tables)
+        return forward_batch(scheduled, fixed.table, fixed.upload, fixed.length_rule, tables)
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """See StepPlan."""

@@ -1,7 +1,6 @@
 """Plans a step: which rows decode, which parts of inputs are computed, which tokens are drafted."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,18 +15,9 @@ from text_generation_shard.engine.forward_batch import (
 )
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.plan import Fixed, Plan
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput
+from text_generation_shard.engine.step import Costs, StepInput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
-
-
-class Running(NamedTuple):
-    """The scheduled tokens of running requests."""
-
-    # Rows that decode, with their draft tokens.
-    decoding: ScheduledTokens | None
-    # Row → [start, end) of its input.
-    inputs: dict[int, tuple[int, int]]
 
 
 class Planner:
@@ -53,31 +43,58 @@ class Planner:
         unlikely to replace those tokens."""
         return not (step.speculate or self._table.driven) and self._recompute_at is None
 
-    def running(self, step: StepInput, before: SampledPositions | None) -> Running:
-        """The scheduled tokens of running requests; BatchError if the step is invalid. before: the
-        sampled positions of the step in flight."""
+    def plan(self, step: StepInput, rows: Sequence[int], before: SampledPositions | None) -> Plan:
+        """The whole step, in one pass unless its inputs are too long; BatchError if it is invalid.
+        rows: of its new requests; before: the sampled positions of the step in flight."""
         table = self._table
         for request_id, block in step.grown:
             if not (step.is_ahead and table.row(request_id) is None):
                 table.grow(request_id, block)
         inputs = self._chunks(step)
-        rows = table.running if step.runs_on else table.running[:0]
+        decoding = self._decoding(step, inputs, before)
+        for row, request in zip(rows, step.new_requests, strict=True):
+            self._drafter.forget(row)
+            inputs[row] = (request.num_cached_tokens, request.first_end)
+        if decoding is None and not inputs:
+            raise BatchError("there is nothing to compute: every request rests")
+        passes = list(prefill_tokens(inputs, self._max_prefill_tokens, table))
+        if decoding is not None:
+            passes = [*passes[:-1], together(decoding, passes[-1]) if passes else decoding]
+        for scheduled in passes:
+            table.check_covered(scheduled.rows, scheduled.ends)
+        plan = Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
+        if before is None:
+            self.start_grammars(plan)
+        return plan
+
+    def _decoding(
+        self,
+        step: StepInput,
+        inputs: Mapping[int, tuple[int, int]],
+        before: SampledPositions | None,
+    ) -> ScheduledTokens | None:
+        """The tokens of the rows that decode, with their draft tokens, beside these inputs."""
+        table = self._table
+        # Those of new requests are the last ones.
+        rows = table.running[: len(table.running) - len(step.new_requests)]
+        if not (step.runs_on and len(rows)):
+            return None
         is_resting = table.is_unfinished(rows)
         if before is not None:
             # These end by length in the step in flight.
             is_resting |= table.lens[rows] + 1 >= table.longest[rows]
         if any(is_resting.tolist()):
             rows = rows[~is_resting]
-        if not len(rows):
-            return Running(None, inputs)
+            if not len(rows):
+                return None
         num_drafted = None
         if step.speculate:
             num_tokens = len(rows) + sum(end - start for start, end in inputs.values())
             num_drafted = self._draft(rows, step.speculate, num_tokens)
         starts = table.lens[rows]
         if num_drafted is None:
-            return Running(decode_tokens(rows, starts), inputs)
-        return Running(verified_tokens(rows, starts, num_drafted), inputs)
+            return decode_tokens(rows, starts)
+        return verified_tokens(rows, starts, num_drafted)
 
     def _chunks(self, step: StepInput) -> dict[int, tuple[int, int]]:
         """Row → [start, end) of the inputs that are continued."""
@@ -121,30 +138,6 @@ class Planner:
     def learn(self, samples: SampledPositions, right: Ints) -> None:
         """The first `right` [R] draft tokens of each row were right."""
         self._drafter.learn(samples.owners, samples.ends - samples.firsts - 1, right)
-
-    def plan(
-        self,
-        running: Running,
-        requests: Sequence[NewRequest],
-        rows: Sequence[int],
-        before: SampledPositions | None,
-    ) -> Plan:
-        """The whole step, in one pass unless its inputs are too long; `rows`: of new requests."""
-        table, (decoding, inputs) = self._table, running
-        for row, request in zip(rows, requests, strict=True):
-            self._drafter.forget(row)
-            inputs[row] = (request.num_cached_tokens, request.first_end)
-        if decoding is None and not inputs:
-            raise BatchError("there is nothing to compute: every request rests")
-        passes = list(prefill_tokens(inputs, self._max_prefill_tokens, table))
-        if decoding is not None:
-            passes = [*passes[:-1], together(decoding, passes[-1]) if passes else decoding]
-        for scheduled in passes:
-            table.check_covered(scheduled.rows, scheduled.ends)
-        plan = Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
-        if before is None:
-            self.start_grammars(plan)
-        return plan
 
     def part(self, scheduled: ScheduledTokens) -> Plan:
         """One part of a planned step; no other step is in flight."""

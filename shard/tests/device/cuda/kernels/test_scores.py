@@ -13,7 +13,7 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.forward_batch import BatchBuilder, verified_tokens
+from text_generation_shard.engine.forward_batch import verified_tokens
 from text_generation_shard.engine.output import verify
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.row_table import RowTable
@@ -141,15 +141,15 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
         table.take(NewRequest(number, [4], 1, 0, range(4), Sampling(), 50))
     table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
     rows, none = np.array([0, 1]), np.zeros(2, np.int64)
-    builder = BatchBuilder(table, plain_upload(torch.device("cpu")), None)
+    upload = plain_upload(torch.device("cpu"))
     model: Any = None
     watermark, stopping = Watermark(0.5, 2.0), threading.Event()
-    fixed = Fixed(model, table, builder, np.array([0]), watermark, True, stopping, None)
+    fixed = Fixed(model, table, upload, None, np.array([0]), watermark, True, stopping, None)
     plan = Plan(fixed, [verified_tokens(rows, none, np.array([2, 0]))], [], [], None)
     logprobs = np.full(4, -1.0, np.float32)
     logprobs[bad] = np.nan
     choice = Choice(np.array([7, 9, 10, 11]), logprobs, np.zeros((4, 50), np.float32))
-    result = verify(plan, choice, table, frozenset([0]), World()).output
+    result = verify(plan, choice, 0, table, frozenset([0]), World()).output
     assert errors_of(result) == ({0 if bad < 3 else 1: SENTENCE} if fails else {})
     wanted = [pb.FINISH_REASON_NONE, pb.FINISH_REASON_NONE]
     if fails:
