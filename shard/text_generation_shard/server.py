@@ -32,6 +32,8 @@ from text_generation_shard.service import ShardService
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from text_generation_shard.tracing import StepTracing
+
     # Generic in the stubs only.
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -102,9 +104,6 @@ def _is_fatal(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
-if TYPE_CHECKING:
-    from text_generation_shard.tracing import StepTracing
-
 # Prompts and prompt log-probabilities can be long; the socket is local.
 _UNLIMITED = [
     ("grpc.max_receive_message_length", -1),
@@ -124,7 +123,7 @@ def serve(config: ShardConfig) -> int:
     # All computation, loading too, happens in one thread: OpenMP keeps a thread pool for each
     # thread that has computed, and more threads than cores slow each other down.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-    engine = device_thread.submit(_load, config).result()
+    engine = device_thread.submit(load_engine, config).result()
     with ExitStack() as stack:
         # After every fork, because it starts threads; its exit sends the remaining spans.
         tracing = _open_tracing(config, stack)
@@ -141,12 +140,8 @@ def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None"
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on the configured device, with one rank. ModelError: why it can not be served."""
-    assert config.world_size == 1, "several ranks must keep their rendezvous"
-    return _load(config)
-
-
-def _load(config: ShardConfig) -> Engine:
+    """The model on the configured device, with the other ranks if there are several. ModelError:
+    why it can not be served."""
     model_config = read_config(config)
     options = DeviceOptions(
         dtype=config.dtype,
