@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timed
 NUM_RUNNING, NUM_QUEUED = 8, 8
 NUM_CLIENTS = NUM_RUNNING + NUM_QUEUED
 FLAGS = ("--max-batch-size", str(NUM_RUNNING))
+# Enough that all run while the others come.
+NUM_TOKENS = 500
 # What the issue promises between an event and the error that it causes.
 NOTICE_S = 2.0
 # A server of the embedded model is there again.
@@ -34,14 +36,14 @@ SHARD, ROUTER = "text-generation-server", "text-generation-router"
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3, "top_n_tokens": 2},
-    {"grammar": {"type": "regex", "value": "([a-z]{1,9} ){300,900}"}},
+    {"grammar": {"type": "regex", "value": "([a-z]{1,9} ){200,600}"}},
     {"frequency_penalty": 0.5, "watermark": True},
 )
 
 Events = list[dict[str, Any]]
 
 
-def read(handle: LauncherHandle, number: int, num_tokens: int = 800) -> tuple[Events, float]:
+def read(handle: LauncherHandle, number: int, num_tokens: int = NUM_TOKENS) -> tuple[Events, float]:
     """The events of a client's stream, which is drawn, and when the last one came."""
     with httpx.Client(base_url=handle.url, timeout=60, trust_env=False) as client:
         events: Events = []
@@ -202,7 +204,12 @@ def test_a_router_that_is_stopped_is_replaced(served: LauncherHandle) -> None:
 def test_streams_that_are_not_resumed_are_told(tokens: list[list[int]]) -> None:
     """Whole answers are computed again."""
     with running(None, *FLAGS, "--resume-streams", "false") as handle:
-        sampling = {"do_sample": True, "seed": 4, "ignore_eos_token": True, "max_new_tokens": 800}
+        sampling = {
+            "do_sample": True,
+            "seed": 4,
+            "ignore_eos_token": True,
+            "max_new_tokens": NUM_TOKENS,
+        }
         with clients(handle) as asked, ThreadPoolExecutor(1) as pool:
             whole = pool.submit(handle.generate, "def function_4(", **sampling)
             began = time.monotonic()
