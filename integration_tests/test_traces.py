@@ -125,12 +125,12 @@ def test_one_trace_from_the_client_to_the_shard(server: LauncherHandle, spans: C
     assert seconds == pytest.approx(phases[2][0].ended - phases[2][0].began, abs=CLOCKS_S)
     assert root.attributes["total_time"].endswith("s")
 
-    # Steps are below the phase they belong to, which is linked to the first and the last of them.
+    # A phase is linked to the first and the last of its steps.
     [prefill], [decode] = phases[2:]
     [prefill_step], decode_steps = named(trace, PREFILL), named(trace, DECODE)
-    assert (prefill_step.parent_id, prefill_step.kind) == (prefill.span_id, CLIENT)
+    assert (prefill_step.parent_id, prefill_step.kind) == (root.span_id, CLIENT)
     assert prefill.links == [prefill_step.span_id]
-    assert {step.parent_id for step in decode_steps} == {decode.span_id}
+    assert {step.parent_id for step in decode_steps} == {root.span_id}
     assert decode.links == [decode_steps[0].span_id, decode_steps[-1].span_id]
     assert len(decode_steps) <= 2 + (decode.ended - decode.began), "not one for each token"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 import orjson
 import uvloop
 from text_generation_process.descriptors import raise_file_limit
+from text_generation_process.tracing import open_tracer
 
 from text_generation_router.app import create_app, create_refusal, create_starting
 from text_generation_router.config import VERSION, RouterConfig, flag, flags
@@ -102,10 +103,10 @@ def _open_tracing(config: RouterConfig, stack: ExitStack) -> "TracedRequests | N
     """Imports OpenTelemetry only if traces are on."""
     if (endpoint := config.otlp_endpoint) is None:
         return None
-    from text_generation_router.tracing.requests import open_tracing
+    from text_generation_router.tracing.requests import TracedRequests
 
-    name, model = config.otlp_service_name, config.model_names[0]
-    return stack.enter_context(open_tracing(endpoint, name, VERSION, model))
+    tracer = stack.enter_context(open_tracer(endpoint, config.otlp_service_name, VERSION, {}))
+    return TracedRequests(tracer, config.model_names[0])
 
 
 async def serve(

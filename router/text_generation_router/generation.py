@@ -123,9 +123,8 @@ class Generation:
 
     def end_trace(self, trace: "RequestTrace", otherwise: str) -> None:
         """Ends its span; `otherwise` is the error type if the generation has not ended."""
-        generated = None if self.ending is None else self.ending.generated
         error_type = otherwise if self.error is None else self.error.error_type
-        trace.end(self._entry, generated, error_type)
+        trace.end(self._entry, self.ending, error_type)
 
     def hide(self) -> None:
         """Its client sees no token before the end."""

@@ -1,17 +1,17 @@
 """The spans of requests: one for each POST, and below it `validation`, `queue`, `prefill` and
 `decode`.
 
-The request's span lasts from its first byte to its last. The others use clock readings that the
-scheduler takes in any case.
+The request's span lasts from its first byte to its last. The others are made when a sequence has
+ended, from clock readings that the scheduler takes in any case.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import (
+    Link,
     Span,
     SpanContext,
     SpanKind,
@@ -21,9 +21,9 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from text_generation_process.tracing import mark_failed, open_tracer
+from text_generation_process.tracing import mark_failed
 
-from text_generation_router.request import GeneratedText
+from text_generation_router.generation import Ending
 from text_generation_router.request_id import TRACE, current
 from text_generation_router.scheduler.entry import Entry
 
@@ -75,22 +75,14 @@ class TracedRequests:
         return traced
 
 
-@contextmanager
-def open_tracing(
-    endpoint: str, service_name: str, version: str, model: str
-) -> Iterator[TracedRequests]:
-    """Sends spans to the collector until the end of the block; see `open_tracer`."""
-    with open_tracer(endpoint, service_name, version, {}) as tracer:
-        yield TracedRequests(tracer, model)
-
-
 class RequestTrace:
     """Owns the span of one HTTP request and collects its attributes until it ends."""
 
     def __init__(self, requests: TracedRequests, span: Span) -> None:
         self._requests = requests
         self._span = span
-        self._context = set_span_in_context(span, Context())
+        self.context = set_span_in_context(span, Context())
+        """With its span, for spans below."""
         # From `time.perf_counter()`, the scheduler's clock, to the time of spans.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._status = 0
@@ -98,6 +90,11 @@ class RequestTrace:
         self._attributes: dict[str, Any] = {}
         self._num_sequences = self._input_tokens = self._output_tokens = 0
         self._finish_reasons: list[str] = []
+
+    @property
+    def link(self) -> Link:
+        """To its span."""
+        return Link(self._span.get_span_context())
 
     @property
     def trace_id(self) -> str:
@@ -114,9 +111,12 @@ class RequestTrace:
 
         return watched
 
-    def span(self, name: str, began: float) -> Span:
-        """A child span of the request's, from a reading of `time.perf_counter()`."""
-        return self._requests.tracer.start_span(name, self._context, start_time=self.ns(began))
+    def span(self, name: str, began: float, steps: Sequence[SpanContext] = ()) -> Span:
+        """A child span of the request's, from a reading of `time.perf_counter()`, with links."""
+        links = [Link(step) for step in steps]
+        return self._requests.tracer.start_span(
+            name, self.context, links=links, start_time=self.ns(began)
+        )
 
     def ns(self, reading: float) -> int:
         """A reading of `time.perf_counter()` as the time of a span."""
@@ -141,21 +141,21 @@ class RequestTrace:
         self._num_sequences += len(entries)
         self._input_tokens += len(first.request.input_ids)
 
-    def end(self, entry: Entry, generated: GeneratedText | None, error_type: str) -> None:
-        """A sequence has ended; `error_type` says why if `generated` is None."""
+    def end(self, entry: Entry, ending: Ending | None, error_type: str) -> None:
+        """A sequence has ended; `error_type` says why if `ending` is None."""
         now = time.perf_counter()
-        if generated is None:
+        if ending is None:
             self.fail(error_type)
         if not entry.request.is_prompt_only:
             self._output_tokens += len(entry.token_ids)
-            if generated is not None:
-                self._finish_reasons.append(generated.finish_reason.value)
+            if ending is not None:
+                self._finish_reasons.append(ending.generated.finish_reason.value)
         sequence = self._requests.sequences.pop(entry.id, None)
         if sequence is None:
             return
-        sequence.end(now, "" if generated is not None else error_type)
-        if generated is not None and "total_time" not in self._attributes:
-            self._attributes |= sequence.durations(now, generated)
+        sequence.end(now, "" if ending is not None else error_type)
+        if ending is not None and "total_time" not in self._attributes:
+            self._attributes |= sequence.durations(now, ending)
 
     def fail(self, error_type: str) -> None:
         """The request has failed; the last call decides the error type."""
@@ -206,97 +206,66 @@ class RequestTrace:
 
 
 class SequenceTrace:
-    """Owns the spans `queue`, `prefill` and `decode` of one sequence, one after the other. Each has
-    links to the first and the last step in it that has a span."""
+    """One sequence of a request. Its phases become spans when it has ended: `queue`, `prefill` and
+    `decode`, the last two with links to the first and the last step in it that has a span."""
 
     def __init__(self, request: RequestTrace, entry: Entry, arrival: float) -> None:
-        self._request = request
-        self._entry = entry
-        self._arrival = arrival
-        self.is_decoding = False
-        """Whether its prompt is computed."""
+        self.request = request
+        self.prefilled = 0.0
+        """When its prompt was computed; 0 before."""
         self.is_fresh = True
         """Whether no step in its phase, or since it was preempted, has a span yet."""
-        self._has_ended = False
-        self._prefilled = 0.0
-        self._phase: Span | None = None
-        self._steps: list[SpanContext] = []
-
-    @property
-    def context(self) -> SpanContext | None:
-        """The span of the current phase, between `enter` and its end."""
-        return None if self._phase is None else self._phase.get_span_context()
-
-    def enter(self) -> None:
-        """A step with its prompt is about to begin, for the first time or after a preemption."""
-        entry = self._entry
-        self.is_fresh = True
-        if self._phase is not None:
-            self._phase.add_event("preempted")
-            return
-        started = entry.started
-        assert started is not None, "it was admitted"
-        self._request.span("queue", entry.queued).end(self._request.ns(started))
-        self._phase = self._request.span("prefill", started)
-        cached = entry.num_cached_tokens
-        self._phase.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
-        self._phase.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        self._entry = entry
+        self._arrival = arrival
+        # Of the prefill, and of the decode.
+        self._steps: tuple[list[SpanContext], list[SpanContext]] = ([], [])
 
     def note_step(self, step: SpanContext) -> None:
         """The sequence takes part in a step that has a span."""
-        self._steps = [*self._steps[:1], step]
+        steps = self._steps[self.prefilled > 0]
+        steps[:] = [*steps[:1], step]
         self.is_fresh = False
 
-    def finish_prefill(self, goes_on: bool) -> None:
-        """The first token is computed; `goes_on`: more tokens follow."""
-        if self._has_ended:
-            return
-        now = self._prefilled = time.perf_counter()
-        self.is_decoding = self.is_fresh = True
-        self._end_phase(now)
-        if goes_on:
-            self._phase = self._request.span("decode", now)
+    def finish_prefill(self) -> None:
+        """The first token is computed."""
+        self.prefilled, self.is_fresh = time.perf_counter(), True
 
     def end(self, now: float, error_type: str) -> None:
         """The sequence has ended, with an error unless `error_type` is empty."""
-        self._has_ended = True
-        if self._phase is None and self._entry.started is None:
-            self._phase = self._request.span("queue", self._entry.queued)
-        if self._phase is None:
-            return
-        if self.is_decoding:
-            self._phase.set_attribute("gen_ai.usage.output_tokens", len(self._entry.token_ids))
-        mark_failed(self._phase, error_type)
-        self._end_phase(now)
+        request, entry, (before, behind) = self.request, self._entry, self._steps
+        started, prefilled = entry.started, self.prefilled
+        spans = [(request.span("queue", entry.queued), started or now)]
+        if started is not None:
+            span = request.span("prefill", started, before)
+            span.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
+            span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.num_cached_tokens)
+            spans.append((span, prefilled or now))
+        if prefilled and (error_type or len(entry.token_ids) > 1):
+            span = request.span("decode", prefilled, behind)
+            span.set_attribute("gen_ai.usage.output_tokens", len(entry.token_ids))
+            spans.append((span, now))
+        mark_failed(spans[-1][0], error_type)
+        for span, ended in spans:
+            span.end(request.ns(ended))
 
-    def durations(self, now: float, generated: GeneratedText) -> dict[str, Any]:
+    def durations(self, now: float, ending: Ending) -> dict[str, Any]:
         """The durations: with TGI's names, as text, and with vLLM's, in seconds."""
-        entry = self._entry
-        queued, started = entry.queued, entry.started
+        started, took = self._entry.started, ending.durations
         assert started is not None, "it has generated something"
-        inference_s = now - started
         words = {
-            "total_time": now - self._arrival,
-            "validation_time": queued - self._arrival,
-            "queue_time": started - queued,
-            "inference_time": inference_s,
-            "time_per_token": inference_s / max(1, generated.generated_tokens),
+            "total_time": took.total_s,
+            "validation_time": took.validation_s,
+            "queue_time": took.queue_s,
+            "inference_time": took.inference_s,
+            "time_per_token": took.time_per_token_s,
         }
         return {
             **{name: f"{seconds:.6f}s" for name, seconds in words.items()},
-            "seed": str(generated.seed),
-            "gen_ai.latency.e2e": words["total_time"],
-            "gen_ai.latency.time_to_first_token": self._prefilled - self._arrival,
-            "gen_ai.latency.time_in_queue": words["queue_time"],
-            "gen_ai.latency.time_in_model_prefill": self._prefilled - started,
-            "gen_ai.latency.time_in_model_decode": now - self._prefilled,
-            "gen_ai.latency.time_in_model_inference": inference_s,
+            "seed": str(ending.generated.seed),
+            "gen_ai.latency.e2e": took.total_s,
+            "gen_ai.latency.time_to_first_token": self.prefilled - self._arrival,
+            "gen_ai.latency.time_in_queue": took.queue_s,
+            "gen_ai.latency.time_in_model_prefill": self.prefilled - started,
+            "gen_ai.latency.time_in_model_decode": now - self.prefilled,
+            "gen_ai.latency.time_in_model_inference": took.inference_s,
         }
-
-    def _end_phase(self, now: float) -> None:
-        if self._phase is None:
-            return
-        for step in self._steps:
-            self._phase.add_link(step)
-        self._phase.end(self._request.ns(now))
-        self._phase, self._steps = None, []
