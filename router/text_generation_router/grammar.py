@@ -3,10 +3,10 @@
 import asyncio
 import json
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 from math import prod
 from types import MappingProxyType
@@ -29,8 +29,8 @@ COMPILE_TIMEOUT_S = 10.0
 # threads run at half speed meanwhile.
 MAX_RULES, MAX_GBNF_BYTES = 256, 16_384
 _SHOWN_CHARACTERS = 200
-# Limits of the cache: grammars, and bytes of their texts.
-_CACHED_GRAMMARS, _CACHED_BYTES = 256, 16 << 20
+# Their texts take about 16 MiB: see MAX_SOURCE_BYTES.
+_CACHED_GRAMMARS = 256
 
 # At most one space where JSON allows whitespace, as in TGI: whitespace can not go on forever.
 _JSON_OPTIONS = {
@@ -113,15 +113,15 @@ class GrammarCompiler:
         self._shards = shards
         self._added_ids = added_ids
         self._is_enabled = is_enabled
-        self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._known_bytes = 0
+        self._known: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarError, with the reason, and OverloadedError."""
         if not self._is_enabled:
             raise GrammarError("grammar is not supported")
-        if (known := self._known.get(grammar)) is not None:
-            self._known.move_to_end(grammar)
+        key = (grammar.kind, sha256(grammar.source.encode()).digest())
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
             return known
         text = await asyncio.to_thread(write, grammar, self._added_ids)
         try:
@@ -141,22 +141,10 @@ class GrammarCompiler:
                 error = _LINE.sub("", error)  # not one of the client's lines
             raise GrammarError(f"{reason}: {error}")
         compiled = CompiledGrammar(text, result.min_tokens)
-        self._remember(grammar, compiled)
+        self._known[key] = compiled
+        if len(self._known) > _CACHED_GRAMMARS:
+            self._known.popitem(last=False)
         return compiled
-
-    def _remember(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        # Another request may have compiled the same grammar meanwhile.
-        if (known := self._known.pop(grammar, None)) is not None:
-            self._known_bytes -= _size(grammar, known)
-        self._known[grammar] = compiled
-        self._known_bytes += _size(grammar, compiled)
-        while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
-            self._known_bytes -= _size(*self._known.popitem(last=False))
-
-
-def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
-    """Bytes of both texts in memory."""
-    return sys.getsizeof(grammar.source) + sys.getsizeof(compiled.text)
 
 
 def write(grammar: Grammar, added_ids: Mapping[str, int] = MappingProxyType({})) -> str:

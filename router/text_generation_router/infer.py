@@ -96,7 +96,7 @@ class Infer:
             try:
                 stack.enter_context(self.admitted(num))
             except RouterError as error:
-                self._refuse(error)
+                self._note_failure(error)
                 raise
             yield other
 
@@ -159,24 +159,8 @@ class Infer:
                     for entry, generation in zip(entries, generations, strict=True):
                         self._batcher.cancel(entry)
                         generation.charge_unread()
-        except RouterError as error:
-            if isinstance(error, KeyLimitError):
-                self._metrics.request_key_limit.inc(reason=error.reason)
-            if all(error is not generation.error for generation in generations):
-                _log_failure(error)
-            self._count(generations, error.metric_label, error.error_type)
-            raise
-        except Exception:  # a bug, which the caller logs
-            self._count(generations, RouterError.metric_label, RouterError.error_type)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            deadline = self._options.deadline
-            if deadline is None or not deadline.is_over:
-                self._count(generations, "dropped")
-                raise
-            late = deadline.error()
-            _log_failure(late)
-            self._count(generations, late.metric_label, late.error_type)
+        except BaseException as error:
+            self._note_failure(error, generations)
             raise
         self._count(generations, "dropped")
 
@@ -207,7 +191,7 @@ class Infer:
             try:
                 check_best_of(best_of, self._validation.limits)
             except RouterError as error:
-                self._refuse(error)
+                self._note_failure(error)
                 raise
         results = await self.generate_many(asked, best_of)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
@@ -226,12 +210,21 @@ class Infer:
             stack.enter_context(self._permits.taken(num))
             yield
 
-    def _refuse(self, error: RouterError) -> None:
-        """Counts and logs a request that never started."""
+    def _note_failure(self, error: BaseException, generations: Sequence[Generation] = ()) -> None:
+        """Counts and logs the failure of a request; without generations it never started."""
+        deadline = self._options.deadline
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            if deadline is None or not deadline.is_over:
+                self._count(generations, "dropped")
+                return
+            error = deadline.error()
         if isinstance(error, KeyLimitError):
             self._metrics.request_key_limit.inc(reason=error.reason)
-        _log_failure(error)
-        self._count((), error.metric_label, error.error_type)
+        # Of a bug the caller logs the traceback.
+        kind = error if isinstance(error, RouterError) else RouterError
+        if isinstance(error, RouterError) and all(error is not one.error for one in generations):
+            _log_failure(error)
+        self._count(generations, kind.metric_label, kind.error_type)
 
     def _count(
         self, generations: Sequence[Generation], otherwise: str, error_type: str = ""

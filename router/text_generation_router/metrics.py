@@ -120,14 +120,6 @@ class Gauge(_Metric):
         yield self._sample(self.value, "")
 
 
-@dataclass(slots=True)
-class _Distribution:
-    """Observations of one histogram series; `counts` has one more entry than there are bounds."""
-
-    counts: list[int]
-    sum: float
-
-
 class Histogram(_Metric):
     """A distribution over fixed buckets; an observation costs one bisection."""
 
@@ -141,26 +133,28 @@ class Histogram(_Metric):
     ) -> None:
         super().__init__(description, label)
         self._bounds = tuple(bounds)
-        self._series = {v: _Distribution([0] * (len(bounds) + 1), 0.0) for v in label.values}
+        # One more than there are bounds.
+        self._counts = {value: [0] * (len(bounds) + 1) for value in label.values}
+        self._sums = dict.fromkeys(label.values, 0.0)
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
-        series = self._series[self._value_of(labels)]
-        series.counts[bisect_left(self._bounds, value)] += times
-        series.sum += value * times
+        label_value = self._value_of(labels)
+        self._counts[label_value][bisect_left(self._bounds, value)] += times
+        self._sums[label_value] += value * times
 
     def count(self, **labels: str) -> int:
         """How many values were observed."""
-        return sum(self._series[self._value_of(labels)].counts)
+        return sum(self._counts[self._value_of(labels)])
 
     def samples(self) -> Iterator[str]:
-        for label_value, series in self._series.items():
+        for label_value, counted in self._counts.items():
             # A copy: another thread may render /metrics, and all numbers must agree.
-            counts, total = list(series.counts), 0
+            counts, total = list(counted), 0
             for bound, count in zip((*map(repr, self._bounds), "+Inf"), counts, strict=True):
                 total += count
                 yield self._sample(total, label_value, "_bucket", f'le="{bound}"')
-            yield self._sample(series.sum, label_value, "_sum")
+            yield self._sample(self._sums[label_value], label_value, "_sum")
             yield self._sample(total, label_value, "_count")
 
 
