@@ -19,35 +19,28 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
-    """An item that is one text: what the item, its part and its events are called."""
+class _Kind:
+    """What an item, its text and its events are called."""
 
     item_type: str
     id_prefix: str
-    part_type: str
-    # What the item and the part have besides.
-    item_fields: Json
-    part_fields: Json
-
-
-_MESSAGE = _Text(
-    "message", "msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []}
-)
-_REASONING = _Text("reasoning", "rs", "reasoning_text", {"summary": []}, {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An item that is a call: what the item, its text and its events are called."""
-
-    item_type: str
-    id_prefix: str
-    field: str
     event: str
+    field: str = "text"
+    item_fields: Json | None = None
+    part_fields: Json | None = None
+    """Of the part that has the text; None: the item has it itself, and is a call."""
 
 
-_FUNCTION = _Call("function_call", "fc", "arguments", "function_call_arguments")
-_CUSTOM = _Call("custom_tool_call", "ctc", "input", "custom_tool_call_input")
+_MESSAGE = _Kind(
+    "message",
+    "msg",
+    "output_text",
+    item_fields={"role": "assistant"},
+    part_fields={"annotations": [], "logprobs": []},
+)
+_REASONING = _Kind("reasoning", "rs", "reasoning_text", item_fields={"summary": []}, part_fields={})
+_FUNCTION = _Kind("function_call", "fc", "function_call_arguments", "arguments")
+_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", "input")
 
 
 class OutputWriter:
@@ -63,7 +56,7 @@ class OutputWriter:
         self.items: list[Json] = []
         self._tools = {tool.spec.name: tool for tool in tools}
         self._has_encrypted_reasoning = has_encrypted_reasoning
-        self._open: _Text | _Call | None = None
+        self._open: _Kind | None = None
         # Of a custom tool.
         self._input = InputReader()
         self._pieces: list[str] = []
@@ -79,12 +72,12 @@ class OutputWriter:
             case ToolCallStart(_, name):
                 yield from self._start_call(name)
             case ToolCallArguments(_, text):
-                assert isinstance(self._open, _Call)
+                assert self._open is not None
                 if self._open is _CUSTOM:
                     text = self._input.feed(text)
                 if text:
                     self._pieces.append(text)
-                    yield self._event(f"response.{self._open.event}.delta", delta=text)
+                    yield self._event(self._open, "delta", delta=text)
 
     def finish(self, is_complete: bool) -> Iterator[Json]:
         """The events of the end; there is a message even where the model wrote nothing."""
@@ -104,56 +97,57 @@ class OutputWriter:
         yield self._add(item)
         self._open, self._input = kind, InputReader()
 
-    def _continue_text(self, kind: _Text, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+    def _continue_text(self, kind: _Kind, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
         if self._open is not kind:
             yield from self._close("completed")
             item = {"id": make_id(kind.id_prefix), "type": kind.item_type}
-            yield self._add({**item, **kind.item_fields, "content": []})
+            yield self._add({**item, **(kind.item_fields or {}), "content": []})
             self._open = kind
-            yield self._told_of_part("response.content_part.added", part=_part(kind, "", []))
+            yield self._part_event("added", _part(kind, "", []))
         if text:
             self._pieces.append(text)
             self._logprobs += logprobs
             more = {"logprobs": list(logprobs)} if kind is _MESSAGE else {}
-            yield self._told_of_part(f"response.{kind.part_type}.delta", delta=text, **more)
+            yield self._event(kind, "delta", delta=text, **more)
 
     def _close(self, status: str) -> Iterator[Json]:
         """Ends the open item, if there is one."""
-        text = "".join(self._pieces)
-        if isinstance(self._open, _Text):
-            kind, part = self._open, _part(self._open, text, self._logprobs)
+        kind, text = self._open, "".join(self._pieces)
+        if kind is not None:
+            fields: Json = {kind.field: text}
             more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
-            yield self._told_of_part(f"response.{kind.part_type}.done", text=text, **more)
-            yield self._told_of_part("response.content_part.done", part=part)
-            fields: Json = {"content": [part]}
+            yield self._event(kind, "done", **fields, **more)
+            if kind.part_fields is not None:
+                part = _part(kind, text, self._logprobs)
+                yield self._part_event("done", part)
+                fields = {"content": [part]}
             if kind is _REASONING and self._has_encrypted_reasoning:
                 fields["encrypted_content"] = write_encrypted(text)
-            yield self._end_item(status, **fields)
-        elif self._open is not None:
-            fields = {self._open.field: text}
-            yield self._event(f"response.{self._open.event}.done", **fields)
-            yield self._end_item(status, **fields)
+            self.items[-1] = {**self.items[-1], **fields, "status": status}
+            yield self._of_item("done")
         self._open, self._pieces, self._logprobs = None, [], []
 
     def _add(self, item: Json) -> Json:
         self.items.append({**item, "status": "in_progress"})
-        return self._of_item("response.output_item.added")
-
-    def _end_item(self, status: str, **fields: Any) -> Json:
-        self.items[-1] = {**self.items[-1], **fields, "status": status}
-        return self._of_item("response.output_item.done")
+        return self._of_item("added")
 
     def _of_item(self, name: str) -> Json:
-        return {"type": name, "output_index": len(self.items) - 1, "item": self.items[-1]}
+        place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
+        return {"type": f"response.output_item.{name}", **place}
 
-    def _event(self, name: str, **fields: Any) -> Json:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": name, **place, **fields}
+    def _event(self, kind: _Kind, name: str, **fields: Any) -> Json:
+        if kind.part_fields is not None:
+            fields = {"content_index": 0, **fields}
+        return {"type": f"response.{kind.event}.{name}", **self._place(), **fields}
 
-    def _told_of_part(self, name: str, **fields: Any) -> Json:
-        return self._event(name, content_index=0, **fields)
+    def _part_event(self, name: str, part: Json) -> Json:
+        told = {"content_index": 0, "part": part}
+        return {"type": f"response.content_part.{name}", **self._place(), **told}
+
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _part(kind: _Text, text: str, logprobs: list[Json]) -> Json:
-    part = {"type": kind.part_type, "text": text, **kind.part_fields}
+def _part(kind: _Kind, text: str, logprobs: list[Json]) -> Json:
+    part = {"type": kind.event, "text": text, **(kind.part_fields or {})}
     return {**part, "logprobs": logprobs} if kind is _MESSAGE else part
