@@ -124,10 +124,6 @@ class Connections:
         """The connection's body is complete or not needed any more."""
         self._num_bytes -= self._bodies.pop(connection, 0)
 
-    def count(self, reason: str) -> None:
-        """Counts a connection that was refused or aborted."""
-        self.refused.inc(reason=reason)
-
     def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time()
         for connection in tuple(self._open):
@@ -196,7 +192,7 @@ class Connection(HttpToolsProtocol):
             if not self.cycle.response_complete:
                 self._shared.hold(self, len(data))
             elif self._num_body_bytes > self._limits.leftover_bytes:
-                self._shared.count("leftover")
+                self._shared.refused.inc(reason="leftover")
                 self.transport.abort()
         if self._num_unparsed > self._limits.head_bytes:
             self.refuse(self._too_large())
@@ -293,7 +289,7 @@ class Connection(HttpToolsProtocol):
         if self._is_unread(now):
             unread_s = self._limits.unread_s
             logger.warning("A client read nothing for %g s and was disconnected", unread_s)
-            self._shared.count("unread")
+            self._shared.refused.inc(reason="unread")
             self.transport.abort()
         elif not self.transport.is_closing():
             self._check_phase(now, now - self._since)
@@ -304,7 +300,7 @@ class Connection(HttpToolsProtocol):
             case Phase.IDLE:
                 # After an answer uvicorn's own timer is active.
                 if self._newest is None and waited_s > limits.head_s:
-                    self._shared.count("silent")
+                    self._shared.refused.inc(reason="silent")
                     self.transport.close()
             case Phase.HEAD if self._is_answering:
                 self._since = now
@@ -314,7 +310,7 @@ class Connection(HttpToolsProtocol):
                     self.refuse(Refusal(408, "head_time", sentence))
             case Phase.BODY if self.cycle.response_complete:
                 if waited_s > limits.leftover_s:
-                    self._shared.count("leftover")
+                    self._shared.refused.inc(reason="leftover")
                     self.transport.abort()
             case Phase.BODY if self.flow.read_paused:
                 # The application reads too slowly: the client is not late.
@@ -338,7 +334,7 @@ class Connection(HttpToolsProtocol):
         the connection still get their answers."""
         if self._phase is Phase.OVER or self.transport.is_closing():
             return
-        self._shared.count(refusal.reason)
+        self._shared.refused.inc(reason=refusal.reason)
         self._shared.release(self)
         is_in_body = self._phase is Phase.BODY
         self._phase = Phase.OVER
