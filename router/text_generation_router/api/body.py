@@ -5,6 +5,7 @@ Refusals have the statuses of TGI's extractor, and a JSON error object, on which
 """
 
 import codecs
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,15 +16,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
-from text_generation_router.edge.body_cost import (
-    ENCODINGS,
-    MOST_TIMES,
-    InflateError,
-    InflatesTooFarError,
-    inflated,
-    is_too_costly,
-)
+from text_generation_router.edge.body_cost import MOST_TIMES, is_too_costly
 
+# The known values of `Content-Encoding`.
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
 # Larger bodies are parsed and validated in a thread, which does not stop streams.
 _LARGE_BODY = 64 * 1024
 _SHOWN_CHARACTERS = 60
@@ -59,7 +55,7 @@ async def read_body(request: Request, validate: Validate, parse: Parser) -> Any:
     if not encoding and len(body) <= _LARGE_BODY:
         return parse(body)
     # Each body is inflated right before it is parsed: inflated bodies never wait in memory.
-    inflate = partial(_inflated, encoding=encoding, limit=limit) if encoding else None
+    inflate = partial(inflated, encoding=encoding, limit=limit) if encoding else None
     outcome = await services.large_bodies.run(_outcome, body, validate, parse, inflate)
     if not isinstance(outcome, Exception):
         return outcome
@@ -74,7 +70,7 @@ def _encoding(headers: Headers) -> str | None:
     encoding = ", ".join(headers.getlist("content-encoding")).strip().lower()
     if encoding in ("", "identity"):
         return None
-    if encoding not in ENCODINGS:
+    if encoding not in _ENCODINGS:
         raise BodyError(
             415,
             f"A body with `Content-Encoding: {short(encoding)}` can not be read here; send it "
@@ -147,14 +143,24 @@ def _outcome(
         return error
 
 
-def _inflated(body: bytearray, encoding: str, limit: int) -> bytes:
-    """The decompressed body. Raises BodyError."""
+def inflated(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
+    """The decompressed body; no more than `limit` is decompressed. Raises BodyError."""
+    stream = zlib.decompressobj(zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS)
+    wrong = None
     try:
-        return inflated(body, encoding, limit)
-    except InflatesTooFarError:
-        raise _too_large(limit) from None
-    except InflateError as error:
-        raise BodyError(400, f"Failed to inflate the request body: {error}") from None
+        made = stream.decompress(body, limit + 1)
+    except zlib.error as error:
+        wrong = f"it is not {encoding}: {error}"
+    else:
+        if len(made) > limit:
+            raise _too_large(limit)
+        if not stream.eof:
+            wrong = f"its {encoding} stream is cut off"
+        elif stream.unused_data:
+            wrong = f"something follows its {encoding} stream"
+        else:
+            return made
+    raise BodyError(400, f"Failed to inflate the request body: {wrong}")
 
 
 def _too_large(limit: int) -> BodyError:
@@ -189,15 +195,11 @@ def parsed(body: bytes | bytearray) -> Any:
         # Without the cause: it holds the whole text.
         raise BodyError(400, f"Failed to parse the request body as JSON: {why}") from None
     if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
-        _check_depth(value)
+        try:
+            # As deep as orjson could not write it inside an answer.
+            orjson.dumps([[[[[[[[value]]]]]]]])
+        except orjson.JSONEncodeError as error:
+            raise BodyError(
+                400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
+            ) from error
     return value
-
-
-def _check_depth(parsed: Any) -> None:
-    """Raises BodyError for a value that orjson could not write inside an answer."""
-    try:
-        orjson.dumps([[[[[[[[parsed]]]]]]]])
-    except orjson.JSONEncodeError as error:
-        raise BodyError(
-            400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
-        ) from error

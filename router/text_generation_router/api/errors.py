@@ -56,7 +56,13 @@ _NAMES: dict[str, dict[str, str]] = {
         "response_format": "output_config",
     },
 }
-_CODES = {401: "invalid_api_key", 404: "unknown_url", 429: "rate_limit_exceeded", 504: "timeout"}
+# The type and the code of a status; of others see `describe`.
+_KINDS: dict[int, tuple[str, str]] = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "unknown_url"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    504: ("timeout", "timeout"),
+}
 
 
 class ErrorResponse(BaseModel):
@@ -207,13 +213,9 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
             status = 400
     else:
         status, message = 500, BUG
-    detail = {
-        "message": message,
-        "type": _type_of(status),
-        "param": param,
-        "code": code or _CODES.get(status),
-    }
-    return status, detail
+    other = ("server_error" if status >= 500 else "invalid_request_error", None)
+    kind, usual_code = _KINDS.get(status, other)
+    return status, {"message": message, "type": kind, "param": param, "code": code or usual_code}
 
 
 def _context_complaint(error: ContextLengthError, prompt: str) -> str:
@@ -276,13 +278,3 @@ def _in_openai_words(sentence: str, path: str) -> tuple[str, str | None]:
     sentence = _BACKTICKED.sub(lambda match: f"`{names.get(match[1], match[1])}`", sentence)
     first = _BACKTICKED.search(sentence)
     return sentence, None if first is None else first[1]
-
-
-def _type_of(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    if status == 504:
-        return "timeout"
-    return "server_error" if status >= 500 else "invalid_request_error"

@@ -1,11 +1,6 @@
-"""What a body becomes: inflated, never beyond a limit; and an upper bound of the memory that its
-JSON takes while it is parsed and validated."""
+"""An upper bound of the memory that the JSON of a body takes while it is parsed and validated."""
 
 import re
-import zlib
-
-ENCODINGS = ("gzip", "x-gzip", "deflate")
-"""The known values of `Content-Encoding`."""
 
 # Bytes, rounded up: an object or list with the model that is made of it, a key, a string, a value's
 # place in the parser's tree and in its list, a number that is an object of its own.
@@ -17,33 +12,6 @@ MOST_TIMES = 10
 ALWAYS_ALLOWED = 10_000_000
 # A text is scanned in pieces; other threads run between them.
 _PIECE = 64 * 1024
-
-
-class InflateError(Exception):
-    """The body does not have its declared encoding; one sentence."""
-
-
-class InflatesTooFarError(InflateError):
-    """The body is larger than the limit; no more than the limit was decompressed."""
-
-
-def inflated(compressed: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """The decompressed bytes, at most `limit`. `encoding` is one of `ENCODINGS`.
-
-    Raises InflateError and InflatesTooFarError.
-    """
-    stream = zlib.decompressobj(zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS)
-    try:
-        made = stream.decompress(compressed, limit + 1)
-    except zlib.error as error:
-        raise InflateError(f"it is not {encoding}: {error}") from None
-    if len(made) > limit:
-        raise InflatesTooFarError
-    if not stream.eof:
-        raise InflateError(f"its {encoding} stream is cut off")
-    if stream.unused_data:
-        raise InflateError(f"something follows its {encoding} stream")
-    return made
 
 
 def is_too_costly(text: bytes | bytearray) -> bool:
