@@ -13,22 +13,11 @@ from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, limits_of, load_engine
+from shard.tests.driver import NUM_BLOCKS, Driver, limits_of, load_engine
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
 PENALISED = {**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path, device=request.param)
-
-
-@pytest.fixture
-def driver(engine: Engine) -> Driver:
-    engine.clear()
-    return Driver(engine)
 
 
 def alone(driver: Driver, request_id: int, ids: list[int], **options: Any) -> list[int]:

@@ -178,55 +178,33 @@ def test_what_recorded_steps_hold_is_told(
     assert line.endswith("0.500 GB  decode steps of 1 to 64 rows")
 
 
-class Card:
-    """What torch says of a GPU of 80 GB, 16 of which are weights. The memory profile takes 10 more
-    at its peak, keeps 4 for later, and leaves recorded steps of 2, which can not be given back."""
-
-    total, weights, peak, kept, graphs = (count * 10**9 for count in (80, 16, 10, 4, 2))
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.is_profiled = False
-        for name in (
-            *("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"),
-            *("memory_reserved", "mem_get_info", "empty_cache"),
-        ):
-            patch.setattr(torch.cuda, name, getattr(self, name))
-
-    def profile_memory(self) -> None:
-        self.is_profiled = True
-
-    def reset_peak_memory_stats(self, *_: Any) -> None:
-        assert not self.is_profiled
-
-    def max_memory_allocated(self, *_: Any) -> int:
-        return self.weights + self.peak
-
-    def memory_allocated(self, *_: Any) -> int:
-        return self.weights
-
-    def memory_reserved(self, *_: Any) -> int:
-        return self.weights + self.graphs + self.kept
-
-    def empty_cache(self) -> None:
-        self.kept = 0
-
-    def mem_get_info(self, *_: Any) -> tuple[int, int]:
-        return self.total - self.memory_reserved(), self.total
-
-
 def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch)
+    """Of 80 GB, 16 are weights. The memory profile takes 10 more at its peak, keeps 4 for later,
+    and leaves recorded steps of 2, which can not be given back."""
+    total, peak, graphs = 80 * 10**9, 10 * 10**9, 2 * 10**9
+    held = {"weights": 16 * 10**9, "kept": 4 * 10**9}
+    is_profiled: list[bool] = []
+    answers: dict[str, Callable[..., Any]] = {
+        "reset_peak_memory_stats": lambda *_: not is_profiled or pytest.fail("too late"),
+        "max_memory_allocated": lambda *_: held["weights"] + peak,
+        "memory_allocated": lambda *_: held["weights"],
+        "memory_reserved": lambda *_: sum(held.values()) + graphs,
+        "mem_get_info": lambda *_: (total - sum(held.values()) - graphs, total),
+        "empty_cache": lambda: held.update(kept=0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
     device = object.__new__(gpu.CudaDevice)
     device.torch_device, device._memory_fraction = torch.device("cuda"), 0.9 / 0.95
     device._graphs = SimpleNamespace(  # type: ignore[assignment]
         bytes_of_all=lambda held: 3 * 10**9 if held() else 0, note="at most 3 steps"
     )
-    memory_budget = device.free_bytes(1000, card.profile_memory)
-    assert card.is_profiled
+    memory_budget = device.free_bytes(1000, lambda: is_profiled.append(True))
+    assert is_profiled
     # Of 80 GB: a tenth is for others, and 8, 16, 10, 2 and 3 are taken.
     assert memory_budget.step == 10e9 and memory_budget.cache == pytest.approx(
         (80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2
     )
     assert (memory_budget.graphs, memory_budget.graphs_note) == (3 * 10**9, "at most 3 steps")
-    card.weights += memory_budget.cache
+    held["weights"] += memory_budget.cache
     assert device.left_bytes(memory_budget.cache, memory_budget) == pytest.approx(8 * 10**9, abs=2)

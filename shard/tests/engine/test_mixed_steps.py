@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
-from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import Driver, load_engine
 
 DRAWN = {"do_sample": True, "temperature": 1.4, "top_p": 0.95}
 PENALISED = {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
@@ -97,17 +96,6 @@ def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> No
 def in_parts(request: NewRequest, draw: random.Random) -> NewRequest:
     length = len(request.input_ids)
     return replace(request, chunk_len=draw.choice([0, draw.randint(1, length)]))
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path, device=request.param)
-
-
-@pytest.fixture
-def driver(engine: Engine) -> Driver:
-    engine.clear()
-    return Driver(engine)
 
 
 BITS = {"dtype": "bfloat16"}

@@ -9,7 +9,6 @@ import pytest
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.arrays import Ints
-from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, StepInput
@@ -18,22 +17,11 @@ from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import Driver
 from shard.tests.grammars.test_grammar import schema_text
 
 # The end token and two others, equally likely: what a row writes repeats, and is drafted often.
 FEW = {"do_sample": True, "logit_bias": ((5, 60.0), (6, 60.0), (7, 60.0)), "temperature": 4.0}
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path, device=request.param)
-
-
-@pytest.fixture
-def driver(engine: Engine) -> Driver:
-    engine.clear()
-    return Driver(engine)
 
 
 def table_of(*rows: list[int]) -> RowTable:

@@ -16,7 +16,6 @@ from text_generation_proto import pb
 from text_generation_shard.device.base import Launched, ScheduledTokens, StepPlan
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import TorchDevice
-from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepInput
@@ -349,35 +348,3 @@ def test_top_tokens_are_found_on_the_host_where_the_device_has_no_memory(
 
     monkeypatch.setattr(Tensor, "topk", no_memory)
     assert top_tokens(choice, 0, 2) == expected and calls == 2
-
-
-def scheduled(*rows: tuple[int, int, int, int], is_decode: bool = False) -> ScheduledTokens:
-    """(row, start, count, sampled) of each."""
-    own, starts, counts, sampled = np.array(rows, dtype=np.int64).T
-    return ScheduledTokens(own, starts, counts, sampled, starts + counts, is_decode)
-
-
-def spans(item: ScheduledTokens) -> list[tuple[int, int, int, int]]:
-    assert (item.ends == item.starts + item.counts).all()
-    columns = item.rows, item.starts, item.counts, item.num_sampled
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def test_what_decodes_is_cut_from_a_prompt_first() -> None:
-    rows = [(0, 9, 1, 1), (1, 5, 1, 1), (2, 7, 3, 3), (3, 16, 50, 1), (4, 0, 40, 0)]
-    first, second = out_of_memory.cut(scheduled(*rows))
-    assert spans(first) == rows[:4] and spans(second) == rows[4:]
-    first, second = out_of_memory.cut(first)
-    assert spans(first) == rows[:3] and spans(second) == rows[3:4]
-    decoding = scheduled((0, 9, 1, 1), (1, 5, 1, 1), (2, 7, 1, 1), is_decode=True)
-    assert [(len(item.rows), item.is_decode) for item in out_of_memory.cut(decoding)] in (
-        [(1, True), (2, True)],
-        [(2, True), (1, True)],
-    )
-
-
-def test_a_row_is_cut_into_its_beginning_and_its_end() -> None:
-    first, second = out_of_memory.cut(scheduled((3, 16, 51, 1)))
-    assert spans(first) == [(3, 16, 25, 0)] and spans(second) == [(3, 41, 26, 1)]
-    assert [spans(item) for item in out_of_memory.cut(scheduled((2, 7, 4, 4)))] == [[(2, 7, 1, 1)]]
-    assert out_of_memory.cut(scheduled((2, 7, 1, 1))) == []

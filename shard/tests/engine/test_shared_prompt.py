@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from text_generation_shard.engine.step import NewRequest
 
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import Driver, load_engine
 
 LONG = {"max_new_tokens": 12, "ignore_eos_token": True}
 DRAWN = {"do_sample": True, "temperature": 1.3}
@@ -69,24 +69,3 @@ def test_siblings_write_what_each_writes_alone(
         assert [driver.tokens[first + seed] for seed in range(3)] == wanted
         for seed in range(3):
             driver.tokens.pop(seed)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_sibling_joins_later_and_outlives_the_one_that_computed(
-    device: str, tiny_model_path: Path
-) -> None:
-    driver = Driver(load_engine(tiny_model_path, device=device))
-    prompt = prompt_of(40)
-    wanted = alone(driver, prompt, 1)
-    leader = driver.request(10, prompt, max_new_tokens=8, ignore_eos_token=True)
-    driver.add([leader])
-    for _ in range(5):
-        driver.step()
-    options = {"sampling": {**DRAWN, "seed": 1}, **LONG}
-    # With tokens of its own, as after a preemption.
-    sibling = follower(driver, 11, leader, prompt + wanted[:9], **options)
-    driver.tokens[11] = wanted[:9]
-    driver.add([sibling])
-    driver.run()
-    assert driver.tokens[11] == wanted
-    assert len(driver.tokens[10]) == 8

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from text_generation_proto import pb
-from text_generation_shard.engine.engine import Engine
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.ending import allowed_tokens
@@ -16,7 +15,7 @@ from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
-from shard.tests.driver import DEVICES, Driver, errors_of, load_engine
+from shard.tests.driver import Driver, errors_of
 
 EMBEDDED = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
 WHITESPACE = {"whitespace_flexible": False, "whitespace_pattern": "[\\x20]?"}
@@ -37,17 +36,6 @@ def compiler(tiny_model_path: Path) -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model_path / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path, device=request.param)
-
-
-@pytest.fixture
-def driver(engine: Engine) -> Driver:
-    engine.clear()
-    return Driver(engine)
 
 
 def allowed(constraint: Constraint) -> list[int]:
