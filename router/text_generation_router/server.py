@@ -166,7 +166,10 @@ class Server(uvicorn.Server):
             await self._drain(self._services, clock() + self._patience_s * RUNNING_SHARE)
             await self._services.batcher.close()
         if self.force_exit:
-            await self._hasten(clock() + HASTE_S)
+            # All ended requests send their last event.
+            hasten_until = clock() + HASTE_S
+            while self._front.num_running and clock() < hasten_until:
+                await asyncio.sleep(DRAIN_POLL_S)
             # With no time left uvicorn cancels the tasks, and logs it even if there are none.
             closed_at = clock() + (0.0 if self.server_state.tasks else HASTE_S)
         # uvicorn's annotation says whole seconds, but fractions work.
@@ -185,11 +188,6 @@ class Server(uvicorn.Server):
                 share_s = self._patience_s * RUNNING_SHARE
                 logger.warning("Requests still run after %g s and are ended now", share_s)
                 return
-            await asyncio.sleep(DRAIN_POLL_S)
-
-    async def _hasten(self, deadline: float) -> None:
-        """Waits until all ended requests have sent their last event, or until the deadline."""
-        while self._front.num_running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
 
 

@@ -62,13 +62,13 @@ class ConnectionLimits:
         )
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
-    """Why a connection is not read any further: a status, a reason of the metric, a sentence."""
+    """Why a connection is not read any further; `reason` is that of the metric."""
 
-    def __init__(self, status: int, reason: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
-        self.reason = reason
+    status: int
+    reason: str
+    sentence: str
 
 
 class Phase(Enum):
@@ -354,7 +354,7 @@ class Connection(HttpToolsProtocol):
     def _answer(self, refusal: Refusal) -> None:
         is_full = refusal.status == 503
         error_type = "overloaded" if is_full else "validation"
-        body = orjson.dumps({"error": str(refusal), "error_type": error_type})
+        body = orjson.dumps({"error": refusal.sentence, "error_type": error_type})
         headers = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
         headers += [b"retry-after: 1\r\n"] * is_full
         headers.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
