@@ -233,7 +233,7 @@ async def chat_completions(body: ChatRequest, services: ServicesDependency) -> R
     stream.check_num_sequences(body.num_sequences, "n", services)
     services.metrics.request_count.inc()
     conversation = body.to_conversation()
-    if body.is_stream:
+    if body.stream:
         headers = {
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(_characters(conversation)),

@@ -64,7 +64,7 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
     check_model(body.model, services)
     prompts = await _prompts(body, services)
     services.metrics.request_count.inc()
-    if body.is_stream:
+    if body.stream:
         headers = {
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),

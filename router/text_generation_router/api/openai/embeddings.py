@@ -11,12 +11,12 @@ from pydantic import BaseModel, Field, field_validator
 from text_generation_router.api.answers import float32_json, timing_headers
 from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
-from text_generation_router.api.openai.schemas import TokenId
+from text_generation_router.api.openai.schemas import Prompts, prompts_of
 from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.errors import GenerationError
-from text_generation_router.fields import Body, CacheSalt, Items, Numbers
+from text_generation_router.fields import Body, CacheSalt
 from text_generation_router.pooling import vector_of
 from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services
@@ -33,7 +33,7 @@ class EmbeddingRequest(Body):
     which are vLLM's."""
 
     model: str | None = Field(default=None, description="The served model, or `tgi`.")
-    input: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
+    input: Prompts = Field(
         description=f"A text, up to {MOST_PROMPTS}, the ids of one, or the ids of several.",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -66,13 +66,6 @@ class EmbeddingRequest(Body):
         if isinstance(given, list) and not isinstance(given[0], int) and len(given) > MOST_PROMPTS:
             raise ValueError(f"at most {MOST_PROMPTS} texts in one request, {len(given)} are given")
         return given
-
-    @property
-    def inputs(self) -> Sequence[str | list[int]]:
-        """The texts, or their ids."""
-        if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [self.input]
-        return cast("Sequence[str | list[int]]", self.input)
 
 
 class EmbeddingBody(BaseModel):
@@ -116,7 +109,7 @@ async def embeddings(body: EmbeddingRequest, services: ServicesDependency) -> Re
             "dimensions",
         )
     services.metrics.request_count.inc()
-    asked = [_asked(given, body, services) for given in body.inputs]
+    asked = [_asked(given, body, services) for given in prompts_of(body.input)]
     results = await read_prompts(services.infer, asked)
     return _answer(asked, results, body, services)
 

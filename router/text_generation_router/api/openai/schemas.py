@@ -57,6 +57,16 @@ from text_generation_router.validation import GenerateParameters
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
+Prompts = str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]]
+
+
+def prompts_of(given: Prompts) -> Sequence[str | list[int]]:
+    """The prompts, texts or ids."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return cast("Sequence[str | list[int]]", given)
+
+
 class StreamOptions(Body):
     """How to stream."""
 
@@ -111,11 +121,6 @@ class SamplingBody(Body):
         return 1 if self.n is None else self.n
 
     @property
-    def is_stream(self) -> bool:
-        """`stream` or its default."""
-        return bool(self.stream)
-
-    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -146,7 +151,7 @@ class SamplingBody(Body):
 class CompletionRequest(VllmBody, SamplingBody):
     """Body of /v1/completions."""
 
-    prompt: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
+    prompt: Prompts = Field(
         description="A text, several, the ids of one, or the ids of several.",
         examples=["My name is Olivier and I"],
     )
@@ -230,11 +235,7 @@ class CompletionRequest(VllmBody, SamplingBody):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, texts or ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return cast(Sequence[str | list[int]], self.prompt)
+        return prompts_of(self.prompt)
 
 
 # Arguments of `ChatTemplate.render` that a request does not give as template variables.

@@ -86,7 +86,7 @@ async def _prediction(instance: Instance, services: Services) -> Any:
 async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
     """The text as the model wrote it, with its tool calls in their markers."""
     details = instance.logprobs, instance.return_token_ids, instance.prompt_logprobs is not None
-    if instance.is_stream or any(details) or instance.num_sequences != 1:
+    if instance.stream or any(details) or instance.num_sequences != 1:
         raise ValidationError(
             "a prediction is one text; leave `stream`, `n`, `logprobs`, `prompt_logprobs` and "
             "`return_token_ids` out, or use /v1/chat/completions"
