@@ -23,7 +23,7 @@ from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.errors import respond_as_openai, respond_as_tgi
 from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
-from text_generation_router.api.platforms import kserve, probes, sagemaker, vertex
+from text_generation_router.api.platforms import kserve, sagemaker, vertex
 from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
@@ -44,7 +44,6 @@ ROUTERS = (
     generate.router,
     info.key_router,
     info.router,
-    probes.router,
     kserve.tgi_router,
     kserve.open_router,
     kserve.key_router,
@@ -136,7 +135,7 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path in PROBES and scope["method"] in ("GET", "HEAD"):
-            response = probes.answer(state, path == "/livez")
+            response = info.probe_answer(state, path == "/livez")
         elif path in health_paths:
             response = _respond(Request(scope), UnhealthyError(), config)
         else:

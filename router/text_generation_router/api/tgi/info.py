@@ -1,8 +1,10 @@
-"""TGI's routes about the server: /info, /health, /metrics, and which features are on."""
+"""The routes about the server: TGI's /info, /health and /metrics, and the probes of orchestrators,
+which read the state and call no shard."""
 
 import asyncio
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Response
 
 from text_generation_router.api.errors import UNAUTHORIZED, ErrorResponse
@@ -13,6 +15,7 @@ from text_generation_router.config import VERSION
 from text_generation_router.errors import UnhealthyError
 from text_generation_router.metrics import CONTENT_TYPE
 from text_generation_router.services import Services
+from text_generation_router.state import ServerState, State
 
 
 def features(services: Services) -> dict[str, str]:
@@ -82,7 +85,7 @@ UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "Service not ready"}
 }
 
-# Health and metrics need no key.
+# Health, metrics and probes need no key.
 router = APIRouter(tags=["Text Generation Inference"])
 key_router = APIRouter(dependencies=NEEDS_KEY, tags=["Text Generation Inference"])
 
@@ -160,3 +163,38 @@ async def get_model_info(services: ServicesDependency) -> Response:
 async def metrics(services: ServicesDependency) -> Response:
     """Every metric in Prometheus' text format."""
     return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+_ANSWERS: dict[str, Any] = {"responses": {503: {"description": "Not so; the body is the same"}}}
+
+
+def probe_answer(state: ServerState, is_so: bool) -> Response:
+    """200 or 503, and how the server is: `state` (starting, ready, degraded, draining or failed),
+    `phase` (in words), `since`, and while a model is loaded `progress`."""
+    return Response(
+        orjson.dumps(state.as_json()),
+        200 if is_so else 503,
+        headers={"cache-control": "no-store"},
+        media_type="application/json",
+    )
+
+
+@get(router, "/livez", summary="Whether work that waits goes on", **_ANSWERS)
+async def livez(services: ServicesDependency) -> Response:
+    """503 if work waits and no step has ended within the deadline, or the scheduler has failed."""
+    state = services.state
+    stalled_s = min(services.batcher.stalled_s, state.age_s)
+    is_stuck = state.state is State.READY and stalled_s > services.stall_s
+    return probe_answer(state, state.state is not State.FAILED and not is_stuck)
+
+
+@get(router, "/readyz", summary="Whether requests are taken and computed", **_ANSWERS)
+async def readyz(services: ServicesDependency) -> Response:
+    """503 while the server starts, its shards are down, it drains or has failed."""
+    return probe_answer(services.state, services.state.state is State.READY)
+
+
+@get(router, "/startupz", summary="Whether the server has started", **_ANSWERS)
+async def startupz(services: ServicesDependency) -> Response:
+    """503 until it was ready for the first time."""
+    return probe_answer(services.state, services.state.has_started)
