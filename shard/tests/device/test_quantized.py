@@ -132,8 +132,10 @@ def test_what_a_matrix_becomes(
     shape: tuple[int, int], quantize: str | None, kind: str, obstacle: str
 ) -> None:
     weight = weight_of(*shape)
-    matrix = open_cpu("bfloat16").matrix(weight, quantize)
-    assert (matrix.kind, matrix.obstacle) == (kind, obstacle)
+    device = open_cpu("bfloat16")
+    matrix, is_float = device.matrix(weight, quantize), kind == "bfloat16"
+    assert device.quantized_form(shape, quantize) == (None if is_float else kind, obstacle)
+    assert matrix.kind == kind
     float_bytes = 1.5 if kernels.are_vectors_wide() else 2
     bytes_of = {"int8": 1, "int4": 0.625, "bfloat16": float_bytes}[kind]
     least = weight.numel() * bytes_of

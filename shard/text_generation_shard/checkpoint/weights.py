@@ -225,8 +225,8 @@ class Parameters:
         held = stack.receive(found)
         self.nbytes += held.nbytes
         self._kinds[held.kind] += 1
-        if obstacle := held.obstacle or stack.obstacle:
-            self._obstacles.append(f"{name} is {held.kind} ({obstacle})")
+        if stack.obstacle:
+            self._obstacles.append(f"{name} is {held.kind} ({stack.obstacle})")
 
     def _log_quantised(self) -> None:
         counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())

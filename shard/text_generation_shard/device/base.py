@@ -71,10 +71,8 @@ class Form(NamedTuple):
 class Matrix(Protocol):
     """A weight [N, K] in the form that its device multiplies. Owns the only copy."""
 
-    # int4, int8, fp8 or the name of a dtype; and why it is not quantized as requested (empty: it
-    # is).
+    # int4, int8, fp8 or the name of a dtype.
     kind: str
-    obstacle: str
     nbytes: int
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,7 +84,6 @@ class EmbeddingTable(Protocol):
     """Token embeddings [vocab_size, hidden_size]."""
 
     kind: str
-    obstacle: str
     nbytes: int
 
     def lookup(self, ids: Tensor) -> Tensor:

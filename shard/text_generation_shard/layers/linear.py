@@ -4,7 +4,7 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.partition import Share
 from text_generation_shard.checkpoint.weights import Parameters, Sections
-from text_generation_shard.device.base import ALL, Activation, Form, Matrix
+from text_generation_shard.device.base import ALL, Activation, Matrix
 from text_generation_shard.parallel import World
 
 
@@ -65,11 +65,9 @@ class Linear:
         if bias:
             named = {f"{name}.bias": shares for name, shares in outputs.items()}
             self.bias = parameters.add_bias(named)
-        form = Form(parameters.quantize, "")
-        if world.size > 1:
-            # A part has the form of the whole matrix.
-            rows = sum(share.total for shares in outputs.values() for share in shares)
-            form = self._device.quantized_form((rows, inputs.total), parameters.quantize)
+        # A part has the form of the whole matrix.
+        rows = sum(share.total for shares in outputs.values() for share in shares)
+        form = self._device.quantized_form((rows, inputs.total), parameters.quantize)
         self._quantize, self._columns = form.kind, ALL
         if self._is_summed and form.kind in _SCALED_BY_ROW:
             self._columns = slice(inputs.start, inputs.start + inputs.count)

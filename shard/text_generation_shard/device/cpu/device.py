@@ -14,6 +14,7 @@ from text_generation_shard.device.cpu.attention import PackedAttention, unwritte
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.host import num_cores
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
+from text_generation_shard.device.cpu.kernels.linear import PackedWeight
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
@@ -21,7 +22,7 @@ from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
-from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable, GatedMatrix
+from text_generation_shard.device.reference.linear import FloatMatrix, GatedMatrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
@@ -48,9 +49,7 @@ def open_device(options: base.DeviceOptions) -> base.Device:
     # With several ranks, each would decide by its own timing.
     may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():
-        ours, torchs = (
-            _milliseconds(kind) for kind in (linear.PackedFloatMatrix, linear.OneDnnMatrix)
-        )
+        ours, torchs = (_milliseconds(kind) for kind in (PackedWeight, linear.OneDnnMatrix))
         logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
         if torchs < ours:
             device.take_products_of_torch()
@@ -74,8 +73,8 @@ def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
 class CpuDevice(TorchDevice):
     """The CPU with torch's operators."""
 
-    int8: linear.Int8Form = Int8Matrix
-    int4: linear.Int4Form = Int4Matrix
+    int8: type[Int8Matrix | linear.PackedInt8Matrix] = Int8Matrix
+    int4: type[Int4Matrix | linear.PackedInt4Matrix] = Int4Matrix
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         super().__init__(torch.device("cpu"), dtype, options)
@@ -96,7 +95,7 @@ class CpuDevice(TorchDevice):
             )
 
     def _forms_of(self, quantize: str | None) -> tuple[Any, ...]:
-        return linear.forms_of(quantize, self.int8, self.int4)
+        return {None: (), "int8": (self.int8,), "int4": (self.int4, self.int8)}[quantize]
 
     def matrix(
         self,
@@ -107,24 +106,16 @@ class CpuDevice(TorchDevice):
     ) -> base.Matrix:
         """See Device."""
         rows = weight[:, columns]
-        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        kind = self.quantized_form((rows.shape[0], rows.shape[1]), quantize).kind
         parts: dict[str, Any] = {"part": part} if part is not None and self.sums_in_parts else {}
         if kind is None:
-            return self._float_matrix(rows.to(self.dtype).contiguous(), obstacle, **parts)
+            return self._float_matrix(rows.to(self.dtype).contiguous(), **parts)
         if kind == "int4":
-            return self.int4(rows.contiguous(), self.dtype, obstacle, **parts)
-        return self.int8(weight, self.dtype, obstacle, columns=columns, **parts)
+            return self.int4(rows.contiguous(), self.dtype, **parts)
+        return self.int8(weight, self.dtype, columns=columns, **parts)
 
-    def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
-        return FloatMatrix(weight, obstacle)
-
-    def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device. Always int8 if quantized: int4 is less exact, and with a tied head its error
-        is in the scores."""
-        obstacle = "" if quantize is None else self.int8.obstacle_of(weight)
-        if quantize is not None and not obstacle:
-            return self.int8(weight, self.dtype)
-        return FloatTable(weight.to(self.dtype), lambda it: self._float_matrix(it, ""), obstacle)
+    def _float_matrix(self, weight: Tensor) -> base.Matrix:
+        return FloatMatrix(weight)
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
@@ -158,7 +149,7 @@ class KernelDevice(CpuDevice):
     """The CPU with our kernels."""
 
     is_deterministic = True
-    _float_form: Callable[..., base.Matrix] = linear.PackedFloatMatrix
+    _float_form: Callable[..., base.Matrix] = PackedWeight
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         # Our int8 and int4 products need bfloat16 rows and wide vectors.
@@ -189,15 +180,15 @@ class KernelDevice(CpuDevice):
         """See Device. The kernels support only silu without a bias."""
         if activation is not base.Activation.SILU or has_bias or weight.shape[0] % 32:
             return GatedMatrix(self.matrix(weight, quantize), activation)
-        if quantize is None and self._float_form is linear.PackedFloatMatrix:
-            return linear.PackedFloatMatrix(weight.to(self.dtype), is_gated=True)
+        if quantize is None and self._float_form is PackedWeight:
+            return PackedWeight(weight.to(self.dtype), is_gated=True)
         form = self.int8 if quantize == "int8" else self.int4
-        if not issubclass(form, linear.PackedMatrix) or form.obstacle_of(weight):
+        if not issubclass(form, PackedWeight) or form.obstacle_of(weight):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
 
-    def _float_matrix(self, weight: Tensor, obstacle: str, **parts: int) -> base.Matrix:
-        return self._float_form(weight, obstacle, **parts)
+    def _float_matrix(self, weight: Tensor, **parts: int) -> base.Matrix:
+        return self._float_form(weight, **parts)
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float

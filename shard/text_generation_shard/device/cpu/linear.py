@@ -1,16 +1,13 @@
 """Weights in the forms that the CPU multiplies.
 
 Every quantized form has `obstacle_of(weight)`: why it can not store a weight (empty: it can). Its
-constructor takes (weight, dtype of the activations, obstacle of the requested form).
+constructor takes (weight, dtype of the activations).
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.device.base import ALL, Matrix
-from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
 from text_generation_shard.device.cpu.kernels.linear import PackedWeight
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
@@ -25,9 +22,9 @@ from text_generation_shard.device.reference.quantized import (
 class OneDnnMatrix:
     """A bfloat16 weight in oneDNN's layout; F.linear would convert it on every call."""
 
-    def __init__(self, weight: Tensor, obstacle: str = "") -> None:
+    def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+        self.kind, self.nbytes = dtype_name(weight.dtype), weight.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matrix."""
@@ -35,41 +32,7 @@ class OneDnnMatrix:
         return out
 
 
-class PackedMatrix:
-    """A weight that our kernels multiply. Owns the weight; the runner reads its address."""
-
-    kind: str
-    obstacle: str
-
-    def __init__(self, packed: Any) -> None:
-        """`packed`: a weight of `kernels.linear` or `kernels.grouped_linear`."""
-        self._packed = packed
-        self.nbytes: int = packed.nbytes
-
-    @property
-    def address(self) -> WeightAddress:
-        """Address and form of the packed weight."""
-        address: WeightAddress = self._packed.address
-        return address
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        out: Tensor = self._packed(hidden.contiguous())
-        return out if bias is None else out.add_(bias)
-
-
-class PackedFloatMatrix(PackedMatrix):
-    """A float weight; bfloat16 may be stored in 12 bits without loss."""
-
-    def __init__(
-        self, weight: Tensor, obstacle: str = "", is_gated: bool = False, part: int | None = None
-    ) -> None:
-        """`is_gated`, part: see PackedWeight."""
-        super().__init__(PackedWeight(weight, None, is_gated, part))
-        self.kind, self.obstacle = dtype_name(weight.dtype), obstacle
-
-
-class PackedInt8Matrix(PackedMatrix):
+class PackedInt8Matrix(PackedWeight):
     """`Int8Matrix` for bfloat16 rows: the kernels convert the values to bfloat16, exactly, for any
     number of rows."""
 
@@ -80,7 +43,6 @@ class PackedInt8Matrix(PackedMatrix):
         self,
         weight: Tensor,
         dtype: torch.dtype,
-        obstacle: str = "",
         is_gated: bool = False,
         columns: slice = ALL,
         part: int | None = None,
@@ -88,14 +50,12 @@ class PackedInt8Matrix(PackedMatrix):
         """columns: see Device.matrix; `is_gated`, part: see PackedWeight."""
         parts = [quantize_rows(rows, dtype, columns) for rows in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
-        self._dtype = dtype
         self._scale = torch.cat(scales).float()
-        super().__init__(PackedWeight(torch.cat(numbers), self._scale, is_gated, part))
-        self.obstacle = obstacle
+        super().__init__(torch.cat(numbers), self._scale, is_gated, part)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See EmbeddingTable."""
-        rows = self._packed.rows(ids).float()
+        rows = self.rows(ids).float()
         out: Tensor = rows.mul_(self._scale.index_select(0, ids)[:, None]).to(self._dtype)
         return out
 
@@ -104,17 +64,15 @@ class PackedInt8Matrix(PackedMatrix):
         return self, 0
 
 
-class PackedInt4Matrix(PackedMatrix):
+class PackedInt4Matrix(GroupedWeight):
     """`Int4Matrix` for bfloat16 rows: the kernels look up the 16 values in a table."""
 
-    kind = "int4"
     obstacle_of = staticmethod(Int4Matrix.obstacle_of)
 
     def __init__(
         self,
         weight: Tensor,
         dtype: torch.dtype,
-        obstacle: str = "",
         is_gated: bool = False,
         part: int | None = None,
     ) -> None:
@@ -123,17 +81,4 @@ class PackedInt4Matrix(PackedMatrix):
         numbers, scales, zeros = zip(*parts, strict=True)
         small = torch.cat([rows.to(torch.int8) for rows in numbers])
         beside = torch.cat(scales), torch.cat(zeros)
-        super().__init__(GroupedWeight(small, *beside, is_gated, part))
-        self.obstacle = obstacle
-
-
-Int8Form = type[Int8Matrix] | type[PackedInt8Matrix]
-Int4Form = type[Int4Matrix] | type[PackedInt4Matrix]
-
-
-def forms_of(
-    quantize: str | None, int8: Int8Form, int4: Int4Form
-) -> tuple[Int8Form | Int4Form, ...]:
-    """The forms that are tried, in this order, for a value of --quantize. If none fits, the weight
-    stays float."""
-    return {None: (), "int8": (int8,), "int4": (int4, int8)}[quantize]
+        super().__init__(small, *beside, is_gated, part)

@@ -44,7 +44,6 @@ class Int8Matrix:
         self,
         weight: Tensor,
         dtype: torch.dtype,
-        obstacle: str = "",
         columns: slice = ALL,
     ) -> None:
         """`dtype` of the activations; the scale is rounded to it before q is chosen. columns: see
@@ -53,7 +52,6 @@ class Int8Matrix:
         numbers, scales = zip(*parts, strict=True)
         self._numbers, self._scale = torch.cat(numbers), torch.cat(scales)
         self._few_rows = _FEW_ROWS_INT8 if dtype == torch.bfloat16 else 0
-        self.obstacle = obstacle
         self.nbytes = self._numbers.nbytes + self._scale.nbytes
 
     @staticmethod
@@ -92,7 +90,7 @@ class Int4Matrix:
 
     kind = "int4"
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, obstacle: str = "") -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         """`dtype` of the activations; scale and zero are rounded to it before q is chosen."""
         self._num_outputs = weight.shape[0]
         # Outputs in whole panels; the packed kernel computes the others for any number of rows.
@@ -107,7 +105,6 @@ class Int4Matrix:
         self._few_rows = _FEW_ROWS_INT4 if dtype == torch.bfloat16 else 0
         if not _is_layout_known():
             self._few_rows = sys.maxsize
-        self.obstacle = obstacle
         self.nbytes = self._packed.nbytes + self._scale_zero.nbytes
 
     @staticmethod

@@ -19,11 +19,10 @@ from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.kernels import layers
 from text_generation_shard.device.cpu.kernels.choice import Choices, choose
 from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
-from text_generation_shard.device.cpu.kernels.linear import weights_marker
+from text_generation_shard.device.cpu.kernels.linear import PackedWeight, weights_marker
 from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
-from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
@@ -93,7 +92,7 @@ def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None
     if world.size > 1 and not isinstance(world.collectives, SharedMemoryCollectives):
         return None
     matrices = [getattr(layer, name) for layer in weights.layers for name in _PRODUCTS]
-    if not all(isinstance(matrix, PackedMatrix) for matrix in matrices):
+    if not all(isinstance(matrix, PackedWeight) for matrix in matrices):
         return None
     kinds = {type(matrix.address.kind) for matrix in matrices}
     return FusedDecoder(model, weights, attention, dtype) if len(kinds) == 1 else None
@@ -325,7 +324,7 @@ _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 def _address_of(matrix: base.Matrix) -> Any:
     """Address of a packed weight; None: another form."""
-    return matrix.address if isinstance(matrix, PackedMatrix) else None
+    return matrix.address if isinstance(matrix, PackedWeight) else None
 
 
 def _fields(layer: base.LayerWeights, dtype: torch.dtype) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """Weights in the forms that a GPU multiplies.
 
 Every quantized form has `obstacle_of(weight)`: why it can not store a weight (empty: it can). Its
-constructor takes (weight, dtype of the activations, obstacle of the requested form, whether one
-tile serves every number of rows).
+constructor takes (weight, dtype of the activations, whether one tile serves every number of rows).
 """
 
 from dataclasses import dataclass
@@ -73,8 +72,8 @@ class OneTileMatrix(FloatMatrix):
     """A float weight whose product with a row is bit for bit independent of the number of rows,
     which torch's operators do not guarantee."""
 
-    def __init__(self, weight: Tensor, obstacle: str = "") -> None:
-        super().__init__(weight.contiguous(), obstacle)
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.contiguous())
         bits = 8 * weight.dtype.itemsize
         self._product = Product(self._weight, None, len(weight), bits, has_one_tile=True)
 
@@ -92,7 +91,6 @@ class Int8Matrix:
         self,
         weight: Tensor,
         dtype: torch.dtype,
-        obstacle: str,
         has_one_tile: bool,
         columns: slice = ALL,
     ) -> None:
@@ -105,7 +103,7 @@ class Int8Matrix:
             self._numbers[own], self._scales[own] = quantize_rows(part, dtype, columns)
             first = own.stop
         self._product = Product(self._numbers, self._scales, len(weight), 8, has_one_tile)
-        self.obstacle, self.nbytes = obstacle, self._product.nbytes
+        self.nbytes = self._product.nbytes
 
     @staticmethod
     def obstacle_of(weight: Tensor) -> str:
@@ -133,9 +131,7 @@ class Int4Matrix:
 
     kind = "int4"
 
-    def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str, has_one_tile: bool
-    ) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, has_one_tile: bool) -> None:
         num_outputs, num_inputs = weight.shape
         num_blocks, half = -(-num_inputs // tiles.INT4_BLOCK), tiles.INT4_BLOCK // 2
         self._packed = weight.new_empty(num_outputs, num_blocks, half, dtype=torch.uint8)
@@ -146,7 +142,7 @@ class Int4Matrix:
             self._packed[own], self._scales[own] = _packed(*quantize_groups(part, dtype))
             first = own.stop
         self._product = Product(self._packed, self._scales, num_outputs, 4, has_one_tile)
-        self.obstacle, self.nbytes = obstacle, self._product.nbytes
+        self.nbytes = self._product.nbytes
 
     @staticmethod
     def obstacle_of(weight: Tensor) -> str:
@@ -183,7 +179,6 @@ class Float8Matrix:
         self,
         weight: Tensor,
         dtype: torch.dtype,
-        obstacle: str,
         has_one_tile: bool,
         columns: slice = ALL,
     ) -> None:
@@ -197,7 +192,7 @@ class Float8Matrix:
             own = slice(first, first + len(part))
             self._numbers[own], self._scales[0, own] = quantize_rows_float8(part, columns)
             first = own.stop
-        self.obstacle, self.nbytes = obstacle, self._numbers.nbytes + self._scales.nbytes
+        self.nbytes = self._numbers.nbytes + self._scales.nbytes
 
     @staticmethod
     def obstacle_of(weight: Tensor) -> str:

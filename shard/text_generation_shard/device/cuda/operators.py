@@ -29,7 +29,7 @@ from text_generation_shard.device.reference.device import (
     TorchDevice,
     refuse_determinism,
 )
-from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
+from text_generation_shard.device.reference.linear import FloatMatrix
 from text_generation_shard.device.reference.runner import EagerForward
 
 logger = logging.getLogger(__name__)
@@ -71,22 +71,15 @@ class TritonDevice(TorchDevice):
     ) -> base.Matrix:
         """See Device."""
         rows = weight[:, columns]
-        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        kind = self.quantized_form((rows.shape[0], rows.shape[1]), quantize).kind
         if kind is None:
             make = OneTileMatrix if self.is_deterministic else FloatMatrix
-            return make(rows.to(self.dtype).contiguous(), obstacle)
-        given = self.dtype, obstacle, self.is_deterministic
+            return make(rows.to(self.dtype).contiguous())
+        given = self.dtype, self.is_deterministic
         if kind == "int4":
             return Int4Matrix(rows.contiguous(), *given)
         by_row = Int8Matrix if kind == "int8" else Float8Matrix
         return by_row(weight, *given, columns)
-
-    def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device. Always int8 if quantized: with a tied head, its error is in the scores."""
-        obstacle = "" if quantize is None else Int8Matrix.obstacle_of(weight)
-        if quantize is not None and not obstacle:
-            return Int8Matrix(weight, self.dtype, "", self.is_deterministic)
-        return FloatTable(weight.to(self.dtype), lambda it: self.matrix(it, None), obstacle)
 
     def gated_matrix(
         self,
@@ -157,7 +150,7 @@ class TritonGatedMatrix:
 
     def __init__(self, matrix: base.Matrix, activation: base.Activation) -> None:
         self._matrix, self._activation = matrix, activation
-        self.kind, self.obstacle, self.nbytes = matrix.kind, matrix.obstacle, matrix.nbytes
+        self.kind, self.nbytes = matrix.kind, matrix.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matrix."""

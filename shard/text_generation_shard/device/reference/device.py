@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,11 @@ class TorchDevice:
         return GatedMatrix(self.matrix(weight, quantize), activation)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device."""
+        """See Device. int8 at least: with a tied head, the error of int4 is in the scores."""
+        quantize = None if quantize is None else "int8"
+        if self.quantized_form((weight.shape[0], weight.shape[1]), quantize).kind == "int8":
+            # A matrix of int8 is a table too.
+            return cast(base.EmbeddingTable, self.matrix(weight, quantize))
         return FloatTable(weight.to(self.dtype), lambda table: self.matrix(table, None))
 
     def add_norm(

@@ -25,9 +25,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class FloatMatrix:
     """See `Matrix`."""
 
-    def __init__(self, weight: Tensor, obstacle: str = "") -> None:
+    def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+        self.kind, self.nbytes = dtype_name(weight.dtype), weight.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matrix."""
@@ -39,7 +39,7 @@ class GatedMatrix:
 
     def __init__(self, matrix: Matrix, activation: Activation) -> None:
         self._matrix, self._activation = matrix, _ACTIVATIONS[activation]
-        self.kind, self.nbytes, self.obstacle = matrix.kind, matrix.nbytes, matrix.obstacle
+        self.kind, self.nbytes = matrix.kind, matrix.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N]; bias [2 * N]."""
@@ -50,12 +50,10 @@ class GatedMatrix:
 class FloatTable:
     """See `EmbeddingTable`."""
 
-    def __init__(
-        self, weight: Tensor, to_matrix: Callable[[Tensor], Matrix], obstacle: str = ""
-    ) -> None:
+    def __init__(self, weight: Tensor, to_matrix: Callable[[Tensor], Matrix]) -> None:
         """`to_matrix` makes a matrix from the table."""
         self.weight, self._to_matrix = weight.contiguous(), to_matrix
-        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+        self.kind, self.nbytes = dtype_name(weight.dtype), weight.nbytes
 
     def lookup(self, ids: Tensor) -> Tensor:
         """See EmbeddingTable."""

@@ -13,15 +13,15 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import njit, prange, typeof, types
+from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import WeightAddress, vector_code
+from text_generation_shard.device.cpu.kernels import vector_code
 from text_generation_shard.device.cpu.kernels.linear import (
+    PackedWeight,
     interleaved,
     item_bytes,
-    item_signature,
     num_items,
 )
 from text_generation_shard.device.cpu.kernels.llvm import (
@@ -32,7 +32,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     VECTOR_BYTES,
     WORDS,
     Table,
-    address_of,
     array_at,
     call,
     load,
@@ -96,8 +95,10 @@ _ITEM_BYTES: Final = 20 * 1024
 _SUMS_VECTORS: Final = max(_MANY_ROWS, _MOST_PANELS * TILE_ROWS) * SUMS_WIDTH
 
 
-class GroupedWeight:
-    """Owns a packed int4 weight [N, K]: w = scale * number + zero, by group."""
+class GroupedWeight(PackedWeight):
+    """An int4 weight [N, K]: w = scale * number + zero, by group."""
+
+    kind = "int4"
 
     def __init__(
         self,
@@ -112,6 +113,9 @@ class GroupedWeight:
 
         `is_gated`, part: see PackedWeight; a gated weight has twice the outputs of the product."""
         outputs, inputs = numbers.shape
+        self._num_outputs, self._num_inputs = outputs // 2 if is_gated else outputs, inputs
+        self._is_gated, self._padding = is_gated, 0
+        self._weight_kind, self._dtype = INT4, torch.bfloat16
         # Groups are processed in pairs.
         self._num_parts = num_parts(inputs, part, 2 * GROUP)
         panels, groups = outputs // LANES, inputs // GROUP
@@ -119,7 +123,7 @@ class GroupedWeight:
             numbers, scale, zero = (interleaved(rows) for rows in (numbers, scale, zero))
         # An odd number of groups is padded with zeros; the numbers of the padding are not stored.
         pairs, extra = -(-groups // 2), -groups % 2
-        self._packed = aligned(panels * panel_bytes.py_func(groups), torch.uint8)
+        packed = aligned(panels * panel_bytes.py_func(groups), torch.uint8)
         rows = torch.zeros(panels, pairs * BLOCK_BYTES // 2, dtype=torch.int16)
         blocks = rows.view(panels, pairs, 2 * (1 + VECTORS), 2 * LANES)
         zeros, scales = (
@@ -135,40 +139,14 @@ class GroupedWeight:
         words = (members.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
         words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, extra))
         blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
-        packed = self._packed.view(torch.int16).view(panels, -1)
-        packed.copy_(rows[:, : packed.shape[1]])
-        kinds = typeof(INT4), typeof(BFLOAT16)
-        self._code = address_of(multiply_grouped_item, item_signature(*kinds))
-        self._size = outputs // 2 if is_gated else outputs, inputs
-        self._is_gated = is_gated
-        self.nbytes = self._packed.nbytes
+        words = packed.view(torch.int16).view(panels, -1)
+        words.copy_(rows[:, : words.shape[1]])
+        self._keep(packed, None, multiply_grouped_item)
 
-    @property
-    def address(self) -> WeightAddress:
-        """Address for `kernels.layers`."""
-        place = tensor_address(self._packed)
-        return WeightAddress(INT4, place, 0, self._num_parts)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, K] bfloat16, contiguous → [T, N]."""
-        outputs, inputs = self._size
-        out = torch.empty((hidden.shape[0], outputs), dtype=torch.bfloat16)
-        groups = inputs // GROUP
-        input_sums = torch.empty(hidden.shape[0] * sums_bytes.py_func(groups), dtype=torch.uint8)
-        product = Product(
-            weights=tensor_address(self._packed),
-            beside=tensor_address(input_sums),
-            inputs=tensor_address(hidden, torch.bfloat16),
-            out=tensor_address(out),
-            num_rows=hidden.shape[0],
-            steps=groups * STEPS,
-            num_outputs=outputs,
-            is_gated=self._is_gated,
-            num_parts=self._num_parts,
-            is_partial=False,
-        )
-        multiply_grouped(self._code, product)
-        return out
+    def _multiply(self, product: Product) -> None:
+        groups = self._num_inputs // GROUP
+        sums = torch.empty(product.num_rows * sums_bytes.py_func(groups), dtype=torch.uint8)
+        multiply_grouped(self._code, product._replace(beside=tensor_address(sums)))
 
 
 @inlined

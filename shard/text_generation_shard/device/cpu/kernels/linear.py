@@ -130,7 +130,9 @@ def signed(numbers: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """Owns a weight [N, K] in packed form and multiplies rows with it."""
+    """See `Matrix`. Owns a weight [N, K] in packed form; the runner reads its address."""
+
+    kind: str
 
     def __init__(
         self,
@@ -156,23 +158,26 @@ class PackedWeight:
         steps_at_once = bfloat12.STEPS if is_narrow else 1
         unit = _numbers_at_once(weight.dtype) * steps_at_once
         self._num_parts = num_parts(self._num_inputs, part, unit)
-        self._packed, self._beside = pack(weight, steps_at_once), scales
+        packed, beside = pack(weight, steps_at_once), scales
         if is_narrow:
-            parts = self._packed.view(self._num_parts * len(self._packed), -1, LANES, 2)
-            self._packed, self._beside = narrow(parts)
+            packed, beside = narrow(packed.view(self._num_parts * len(packed), -1, LANES, 2))
         elif scales is not None:
             # Scales are read in whole vectors.
-            self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
-        # Everything that does not change between calls, because a call with one row is short.
+            beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
+        self.kind = str(weight.dtype).removeprefix("torch.")
+        self._padding = -self._num_inputs % unit
+        self._keep(packed, beside, multiply_item)
+
+    def _keep(self, packed: Tensor, beside: Tensor | None, multiply_item: Any) -> None:
+        """Keep what does not change between calls, because a call with one row is short."""
+        self._packed, self._beside = packed, beside
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
         self._code = address_of(multiply_item, item_signature(*kinds))
-        self._address = tensor_address(self._packed)
-        self._beside_address = tensor_address(self._beside)
-        self._padding = -self._num_inputs % unit
+        self._address, self._beside_address = tensor_address(packed), tensor_address(beside)
         self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
-        self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
+        self.nbytes = packed.nbytes + (0 if beside is None else beside.nbytes)
 
     @property
     def address(self) -> WeightAddress | None:
@@ -191,8 +196,9 @@ class PackedWeight:
             rows = self._packed[panels, :, lanes]
         return rows.flatten(1)[:, : self._num_inputs]
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, K], contiguous → [T, N] of the same type."""
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix; hidden is of the dtype of `out`."""
+        hidden = hidden.contiguous()
         if self._padding:
             hidden = torch.nn.functional.pad(hidden, (0, self._padding))
         rows, outputs = hidden.shape[0], self._num_outputs
@@ -209,8 +215,11 @@ class PackedWeight:
             num_parts=self._num_parts,
             is_partial=False,
         )
+        self._multiply(product)
+        return out if bias is None else out.add_(bias)
+
+    def _multiply(self, product: Product) -> None:
         multiply(self._code, self._weight_kind, self._kind, product)
-        return out
 
 
 def interleaved(rows: Tensor) -> Tensor:
