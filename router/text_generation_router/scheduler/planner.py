@@ -1,8 +1,8 @@
 """What the next step computes, and in which blocks: decisions only, no waiting.
 
 A step carries every decoding row. Then unfinished prompts and waiting entries get tokens, as far as
-the prefill budget, rows and blocks allow, in the order of `Entry.rank`: by priority, then by age. An
-admitted entry shares the blocks that those before it have written or write in this step.
+the prefill budget, rows and blocks allow, in the order of `Entry.rank`: by priority, then by age.
+An admitted entry shares the blocks that those before it have written or write in this step.
 """
 
 import sys
