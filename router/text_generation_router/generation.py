@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from text_generation_router.callers import Allowance
 from text_generation_router.errors import RouterError
 from text_generation_router.request import (
+    Ending,
     GeneratedText,
     Output,
     PrefillOutput,
@@ -19,25 +20,6 @@ from text_generation_router.scheduler.entry import Entry
 
 if TYPE_CHECKING:
     from text_generation_router.tracing.requests import RequestTrace
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """How long the parts of a finished generation took, in seconds."""
-
-    total_s: float
-    validation_s: float
-    queue_s: float
-    inference_s: float
-    time_per_token_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """What a successful generation ends with."""
-
-    generated: GeneratedText
-    durations: Durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +94,7 @@ class Generation:
             self._allowance.take(num_tokens, time.perf_counter())
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
-            self.ending = Ending(last.generated, self._durations(last.generated))
+            self.ending = self._ended(last.generated)
         return outputs
 
     def charge_unread(self) -> None:
@@ -154,11 +136,12 @@ class Generation:
             self.ending,
         )
 
-    def _durations(self, generated: GeneratedText) -> Durations:
+    def _ended(self, generated: GeneratedText) -> Ending:
         now, queued, started = time.perf_counter(), self._entry.queued, self._entry.started
         assert started is not None, "it has generated something"
         inference_s = now - started
-        return Durations(
+        return Ending(
+            generated,
             total_s=now - self._arrival,
             validation_s=queued - self._arrival,
             queue_s=started - queued,

@@ -30,9 +30,9 @@ from text_generation_router.errors import (
     QueueWaitError,
     RouterError,
 )
-from text_generation_router.generation import Ending, GenerateResult, Generation
+from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import sequences_of
+from text_generation_router.request import Ending, sequences_of
 from text_generation_router.request_options import NO_OPTIONS, Deadline, RequestOptions
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
@@ -248,24 +248,24 @@ class Infer:
             self._metrics.request_failure.inc(err=otherwise)
 
     def _count_success(self, ending: Ending) -> None:
-        durations, metrics = ending.durations, self._metrics
+        metrics = self._metrics
         metrics.request_success.inc()
-        metrics.request_duration.observe(durations.total_s)
-        metrics.request_validation_duration.observe(durations.validation_s)
-        metrics.request_queue_duration.observe(durations.queue_s)
-        metrics.request_inference_duration.observe(durations.inference_s)
-        metrics.request_mean_time_per_token_duration.observe(durations.time_per_token_s)
+        metrics.request_duration.observe(ending.total_s)
+        metrics.request_validation_duration.observe(ending.validation_s)
+        metrics.request_queue_duration.observe(ending.queue_s)
+        metrics.request_inference_duration.observe(ending.inference_s)
+        metrics.request_mean_time_per_token_duration.observe(ending.time_per_token_s)
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
         if self._is_admitted:
             return
         logger.info(
             "Success total_time=%.6fs validation_time=%.6fs queue_time=%.6fs "
             "inference_time=%.6fs time_per_token=%.6fs seed=%s",
-            durations.total_s,
-            durations.validation_s,
-            durations.queue_s,
-            durations.inference_s,
-            durations.time_per_token_s,
+            ending.total_s,
+            ending.validation_s,
+            ending.queue_s,
+            ending.inference_s,
+            ending.time_per_token_s,
             ending.generated.seed,
         )
 

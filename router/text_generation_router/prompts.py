@@ -5,9 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from text_generation_router.generation import Ending
 from text_generation_router.infer import Asking, Infer, gather_or_cancel
-from text_generation_router.request import PrefillOutput
+from text_generation_router.request import Ending, PrefillOutput
 from text_generation_router.validation import GenerateParameters
 
 logger = logging.getLogger(__name__)

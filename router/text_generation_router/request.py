@@ -134,6 +134,18 @@ class GeneratedText:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """What a successful generation ends with, and how long its parts took, in seconds."""
+
+    generated: GeneratedText
+    total_s: float
+    validation_s: float
+    queue_s: float
+    inference_s: float
+    time_per_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillOutput:
     """Results about the prompt: its tokens with log-probabilities, or for prompt-only requests a
     hidden state and scores."""

@@ -10,8 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
-from text_generation_router.generation import Durations, Ending
-from text_generation_router.request import Request
+from text_generation_router.request import Ending, Request
 from text_generation_router.tracing import steps
 from text_generation_router.tracing.requests import MOST_SEQUENCES, TracedRequests
 from text_generation_router.tracing.steps import TracedShards
@@ -29,7 +28,6 @@ from router.tests.scheduling import (
 from router.tests.waiting import until
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-DURATIONS = Durations(1.0, 0.1, 0.2, 0.7, 0.1)
 STEPS = [f"text_generation.v1.TextGenerationService/{method}" for method in ("Prefill", "Decode")]
 
 
@@ -85,7 +83,9 @@ class Traced:
             rig.batcher.cancel(entry)
             generated = None if leaves else outcomes[place].generated
             if trace is not None:
-                trace.end(entry, generated and Ending(generated, DURATIONS), "dropped")
+                trace.end(
+                    entry, generated and Ending(generated, 1.0, 0.1, 0.2, 0.7, 0.1), "dropped"
+                )
         if trace is not None:
             trace.close(scope)
         return outcomes

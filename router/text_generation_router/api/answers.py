@@ -8,7 +8,7 @@ from math import isfinite
 import orjson
 from fastapi import Response
 
-from text_generation_router.generation import Ending
+from text_generation_router.request import Ending
 from text_generation_router.services import Services
 
 _pack_float32 = struct.Struct("f").pack
@@ -59,14 +59,13 @@ def timing_headers(
 
     `prompt_tokens` and `characters` are those of all prompts, each counted once.
     """
-    durations = [ending.durations for ending in endings]
-    total_s = sum(d.total_s for d in durations)
+    total_s = sum(each.total_s for each in endings)
     milliseconds = {
         "x-total-time": total_s,
-        "x-validation-time": sum(d.validation_s for d in durations),
-        "x-queue-time": sum(d.queue_s for d in durations),
-        "x-inference-time": sum(d.inference_s for d in durations),
-        "x-time-per-token": sum(d.time_per_token_s for d in durations),
+        "x-validation-time": sum(each.validation_s for each in endings),
+        "x-queue-time": sum(each.queue_s for each in endings),
+        "x-inference-time": sum(each.inference_s for each in endings),
+        "x-time-per-token": sum(each.time_per_token_s for each in endings),
     }
     return {
         "x-compute-type": services.compute_type,

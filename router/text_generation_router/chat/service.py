@@ -33,10 +33,10 @@ from text_generation_router.errors import (
     RefusedByTemplateError,
     ToolError,
 )
-from text_generation_router.generation import Ending, Generation
+from text_generation_router.generation import Generation
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Infer
-from text_generation_router.request import Grammar, PrefillOutput, TokenOutput
+from text_generation_router.request import Ending, Grammar, PrefillOutput, TokenOutput
 from text_generation_router.validation import GenerateParameters
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatService, ToolCall
 from text_generation_router.errors import RouterError, ValidationError
-from text_generation_router.generation import Ending
 from text_generation_router.infer import Infer
 from text_generation_router.offline.progress import Tally
-from text_generation_router.request import FinishReason, Token
+from text_generation_router.request import Ending, FinishReason, Token
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 

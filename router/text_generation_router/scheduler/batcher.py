@@ -28,10 +28,9 @@ from text_generation_router.errors import (
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.delivery import Delivery
+from text_generation_router.scheduler.delivery import Delivery, Meter, Method
 from text_generation_router.scheduler.endings import EndingRate
 from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState, not_resumed
-from text_generation_router.scheduler.meter import Meter, Method
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import (

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from text_generation_process.tracing import mark_failed
 
-from text_generation_router.generation import Ending
+from text_generation_router.request import Ending
 from text_generation_router.request_id import TRACE, current
 from text_generation_router.scheduler.entry import Entry
 
@@ -250,22 +250,22 @@ class SequenceTrace:
 
     def durations(self, now: float, ending: Ending) -> dict[str, Any]:
         """The durations: with TGI's names, as text, and with vLLM's, in seconds."""
-        started, took = self._entry.started, ending.durations
+        started = self._entry.started
         assert started is not None, "it has generated something"
         words = {
-            "total_time": took.total_s,
-            "validation_time": took.validation_s,
-            "queue_time": took.queue_s,
-            "inference_time": took.inference_s,
-            "time_per_token": took.time_per_token_s,
+            "total_time": ending.total_s,
+            "validation_time": ending.validation_s,
+            "queue_time": ending.queue_s,
+            "inference_time": ending.inference_s,
+            "time_per_token": ending.time_per_token_s,
         }
         return {
             **{name: f"{seconds:.6f}s" for name, seconds in words.items()},
             "seed": str(ending.generated.seed),
-            "gen_ai.latency.e2e": took.total_s,
+            "gen_ai.latency.e2e": ending.total_s,
             "gen_ai.latency.time_to_first_token": self.prefilled - self._arrival,
-            "gen_ai.latency.time_in_queue": took.queue_s,
+            "gen_ai.latency.time_in_queue": ending.queue_s,
             "gen_ai.latency.time_in_model_prefill": self.prefilled - started,
             "gen_ai.latency.time_in_model_decode": now - self.prefilled,
-            "gen_ai.latency.time_in_model_inference": took.inference_s,
+            "gen_ai.latency.time_in_model_inference": ending.inference_s,
         }

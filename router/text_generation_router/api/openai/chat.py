@@ -46,8 +46,7 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.service import ChatGeneration, ChatStep, message_of
 from text_generation_router.encoding import Encoding
-from text_generation_router.generation import Ending
-from text_generation_router.request import FinishReason
+from text_generation_router.request import Ending, FinishReason
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 
