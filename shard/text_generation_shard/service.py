@@ -12,13 +12,17 @@ from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.ranks import deadline_of_ranks, digest
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.messages import Messages, NumberedMessages
+from text_generation_shard.messages import (
+    Messages,
+    NumberedMessages,
+    deadline_of_ranks,
+    digest,
+)
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing

@@ -31,6 +31,12 @@ class Family:
 
 
 _LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048}
+_QWEN = {
+    **_LLAMA,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 MULTIPLIERS = (
     "attention_multiplier",
@@ -54,25 +60,14 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2",
-        {
-            **_LLAMA,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
+        _QWEN,
         qkv_bias=True,
         has_window=True,
         window_is_optional=True,
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        {
-            **_LLAMA,
-            "max_position_embeddings": 32768,
-            "head_dim": 128,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
+        {**_QWEN, "head_dim": 128},
         qk_norm=True,
         has_window=True,
         window_is_optional=True,

@@ -284,12 +284,9 @@ class StepPlan(Protocol):
         """Scores [S, vocab_size] of the sampled positions of a pass; also records prompt
         log-probabilities. hidden: [T, hidden_size] of all tokens."""
 
-    def choose(self, scores: Scores) -> Choice | None:
-        """Choose a token from each row of scores [S, vocab_size], which may be overwritten; None if
-        S is 0. The reference in plain torch."""
-
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
-        """`choose` with another sampler."""
+        """Choose a token from each row of scores [S, vocab_size], which may be overwritten; None if
+        S is 0."""
 
 
 class Launched(Protocol):

@@ -165,19 +165,15 @@ def _failures(
             continue
         errors.append(pb.RequestError(request_id=plan.request_ids[index], message=sentence))
         reasons[index] = pb.FINISH_REASON_ERROR
-    _warn(sum(error.message == _NO_SCORES for error in errors), len(counts))
-    return errors
-
-
-def _warn(failed: int, count: int) -> None:
-    if failed:
+    if failed := sum(error.message == _NO_SCORES for error in errors):
         logger.warning(
             "%d of %d requests failed in this step: %s; the checkpoint is damaged, or its values "
             "are too large for this type: try --dtype float32, or download the model again",
             failed,
-            count,
+            len(counts),
             _NO_SCORES,
         )
+    return errors
 
 
 def _judge(

@@ -28,7 +28,6 @@ from text_generation_shard.sampling.sampler import (
     Sampler,
     Scores,
     TokenHistory,
-    sample,
 )
 from text_generation_shard.sampling.table import Watermark
 
@@ -154,10 +153,6 @@ class Plan:
             found.top_token_ids = best.indices.flatten().tolist()
             found.top_token_logprobs = best.values.flatten().tolist()
         return found
-
-    def choose(self, scores: Scores) -> Choice | None:
-        """See StepPlan."""
-        return self.choose_by(sample, scores)
 
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
         """See StepPlan. Each position is sampled by itself; draft tokens are verified

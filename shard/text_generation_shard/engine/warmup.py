@@ -12,17 +12,19 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.device.base import MemoryBudget
+from text_generation_shard.device.base import Device, MemoryBudget
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.plan import LOGPROB_ROWS
-from text_generation_shard.engine.ranks import least
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import ModelError
+from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
 
+# Bytes are exchanged in MiB, which float32 holds exactly up to 2^24.
+_MIB = 1 << 20
 # Bytes per choice and vocabulary entry when sampling with all parameters: float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
@@ -40,7 +42,7 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
     budget = _memory_budget(engine, shape, limits)
     spare = device.num_spare_blocks * shape.block_bytes
     # All ranks use the number of blocks of the rank with the least memory.
-    available = max(0, least(world, budget.cache, device) - spare)
+    available = max(0, _least(world, budget.cache, device) - spare)
     num_blocks, max_total = cache_size(shape, limits, available, config.max_position)
     tokens, rows = limits.max_prefill_tokens, limits.max_batch_size
     engine.use_table(rows, max_total, num_blocks, tokens)
@@ -69,6 +71,14 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
         # With sliding windows the cost stops growing with the context.
         prefill_context_ns=0 if any(config.layer_windows) else costs.context_ns,
     )
+
+
+def _least(world: World, nbytes: int, device: Device) -> int:
+    """The least `nbytes` of all ranks, rounded down to MiB with several ranks."""
+    if world.size == 1:
+        return nbytes
+    own = torch.tensor([nbytes // _MIB], dtype=torch.float32, device=device.torch_device)
+    return int(world.all_gather(own).min()) * _MIB
 
 
 def _allocate(engine: Engine, shape: CacheShape, num_blocks: int) -> int:
@@ -248,9 +258,11 @@ def measure(engine: Engine, max_prefill_tokens: int, max_rows: int, max_total: i
     context = max(1, min(_CONTEXT, max_total - 1 - tries))
     new = min(1 + tries, max_total - context)
     rows = min(max_rows, WARMUP_ROWS)
-    full = _fastest_step(
+    # The first step only warms if there are more.
+    first, later = _steps(
         engine, [_request(engine, row, context, context - 1, new) for row in range(rows)]
     )
+    full = later or first
     # With prompts of one or two tokens the difference is noise: a token costs at most a step.
     costs = Costs(single, full, min(token, full), in_front)
     logger.info(
@@ -283,13 +295,6 @@ def _fastest(engine: Engine, request: NewRequest) -> tuple[int, int]:
         tries.append(_steps(engine, [request]))
     first, others = zip(*(tries[1:] or tries), strict=True)
     return min(first), min(others)
-
-
-def _fastest_step(engine: Engine, requests: Sequence[NewRequest]) -> int:
-    """The fastest step in which all requests get a token; the first only warms if there are
-    more."""
-    first, others = _steps(engine, requests)
-    return others or first
 
 
 def _steps(engine: Engine, requests: Sequence[NewRequest]) -> tuple[int, int]:

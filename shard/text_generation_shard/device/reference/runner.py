@@ -8,6 +8,7 @@ from torch import Tensor
 
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.sampling.sampler import sample
 
 
 class Forward(Protocol):
@@ -61,4 +62,4 @@ class TorchRunner:
         for scheduled in plan.passes:
             scores.append(pass_scores(self._forward, plan, scheduled, plan.batch(scheduled)))
         done = time.perf_counter_ns()
-        return base.StepScores(plan.choose(torch.cat(scores)), done)
+        return base.StepScores(plan.choose_by(sample, torch.cat(scores)), done)
