@@ -78,20 +78,9 @@ async def check_all_end(server: Server, cases: list[tuple[str, Json]]) -> None:
         assert ENDED in response.text
 
 
-async def test_a_whole_answer_is_a_504(server: Server) -> None:
-    await check_all_end(server, ROUTES)
-
-
 async def test_requests_without_a_first_byte_in_time(server: Server) -> None:
     server.shards.delay_s = 1.0
     await check_all_end(server, PROMPTS + STREAMS)
-
-
-async def test_a_stream_that_has_begun_ends_with_an_error(server: Server) -> None:
-    for response in await asyncio.gather(*(post(server, path, body) for path, body in STREAMS)):
-        assert response.status_code == 200, response.text
-        events = response.text.removesuffix("\n\n").split("\n\n")
-        assert len(events) > 5 and ENDED in events[-1]
 
 
 async def test_requests_in_time_are_not_changed(server: Server) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from text_generation_router import long_texts
 from text_generation_router import tokenizer as tokenizer_module
-from text_generation_router.encoding import Encoding, TokenIds
+from text_generation_router.encoding import Encoding
 from text_generation_router.long_texts import LongTextError
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import processors
@@ -86,18 +85,3 @@ async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> No
     os.kill(runner.pid, signal.SIGCONT)
     assert (await long[-1]).count == (await long[0]).count
     await asyncio.gather(*long, return_exceptions=True)
-
-
-def test_what_the_process_answers(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process, whose priority stays as it is."""
-    lowered: list[int] = []
-    monkeypatch.setattr(os, "nice", lowered.append)
-    there = long_texts.prepare(str(tmp_path / "tokenizer.json").encode())
-    assert lowered == [10]
-    expected = Encoding.of(tokenizer._tokenizer.encode(TEXT, add_special_tokens=False))
-    argument = long_texts._HEAD.pack(False, 2) + TEXT.encode()
-    assert Encoding.from_bytes(there.encode(argument)) == expected
-    last = TokenIds.from_bytes(there.token_ids(argument))
-    assert (last.count, last.ids) == (len(expected.ids), tuple(expected.ids[-2:]))

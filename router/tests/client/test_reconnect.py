@@ -167,26 +167,3 @@ async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     assert hanging.limits and not hanging.is_closed
     place.listen()
     assert await again is second and hanging.is_closed and place.told == []
-
-
-async def test_cancelling_while_an_attempt_ends_takes_effect(place: Place) -> None:
-    is_closing = asyncio.Event()
-
-    class Slow(FakeShards):
-        async def health(self) -> None:
-            return
-
-        async def close(self) -> None:
-            is_closing.set()
-            await asyncio.sleep(0.1)
-
-    place.found = [Slow(hook=hangs), Slow(hook=hangs)]
-    again = place.again()
-    place.listen()
-    await asyncio.sleep(0.05)
-    place.listen()
-    async with asyncio.timeout(5):
-        await is_closing.wait()
-        again.cancel()
-        await asyncio.wait({again}, timeout=1)
-    assert again.cancelled()

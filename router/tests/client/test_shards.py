@@ -148,27 +148,6 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
     assert compiled == GrammarResult("no start", 3)
 
 
-async def test_absent_fields_are_not_sent(tmp_path: Path) -> None:
-    async with serving(tmp_path, 1) as (client, [rank]):
-        await client.prefill(3, [make_entry()], None)
-        await client.prefill(4, [make_entry()], 3)
-        await client.prefill(4, [make_entry()], 3, Advance())
-        await client.clear_cache(None)
-        await client.clear_cache(0)
-        await client.warmup(100, 8)
-        await client.warmup(100, 8, 10, 20, 30)
-    given = [{field.name for field, _ in request.ListFields()} for request in rank.asked]
-    assert given == [
-        {"number", "batch"},
-        {"number", "batch", "cached_batch_id"},
-        {"number", "batch", "cached_batch_id", "advance"},
-        {"number"},
-        {"number", "id"},
-        {"number", "max_prefill_tokens", "max_batch_size"},
-        {field.name for field in pb.WarmupRequest.DESCRIPTOR.fields},
-    ]
-
-
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_a_failure_of_any_rank_is_a_generation_error(
@@ -184,15 +163,6 @@ async def test_a_failure_of_any_rank_is_a_generation_error(
         assert ranks[1 - failing].num_answered == 1
         # One rank has done what the other has not.
         assert isinstance(error.value, LostStepError)
-
-
-async def test_a_step_that_failed_everywhere_is_not_lost(tmp_path: Path) -> None:
-    async with serving(tmp_path, 2) as (client, ranks):
-        for rank in ranks:
-            rank.failure = (grpc.StatusCode.INTERNAL, "out of luck")
-        with pytest.raises(GenerationError) as error:
-            await client.decode([3], Advance())
-        assert not isinstance(error.value, LostStepError)
 
 
 async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:

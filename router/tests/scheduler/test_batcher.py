@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from text_generation_process.sampling import Sampling
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -11,7 +10,6 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.scheduling import (
     BOS_ID,
@@ -26,18 +24,6 @@ from router.tests.scheduling import (
     writes,
 )
 from router.tests.waiting import until
-
-
-async def test_one_request() -> None:
-    async with running() as rig:
-        outcome = await rig.outcome((1, 2, 3), 5)
-    assert outcome.ids == expected_ids((1, 2, 3), 5)
-    assert outcome.generated.text == outcome.text
-    assert outcome.generated.finish_reason is FinishReason.LENGTH
-    assert outcome.generated.generated_tokens == 5
-    assert outcome.generated.seed is None
-    assert [output.token.logprob for output in outcome.tokens] == [-0.1 * n for n in range(1, 6)]
-    assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 4
 
 
 async def test_a_stop_string_ends_a_request_while_others_go_on() -> None:
@@ -64,13 +50,6 @@ async def test_prompt_and_top_tokens() -> None:
     assert plain.prefill is None and plain.tokens[0].top_tokens == ()
 
 
-async def test_a_seed_is_reported_only_when_it_was_used() -> None:
-    async with running() as rig:
-        drawn = await rig.outcome(sampling=Sampling(do_sample=True, seed=7))
-        best = await rig.outcome(sampling=Sampling(seed=7))
-    assert (drawn.generated.seed, best.generated.seed) == (7, None)
-
-
 async def test_outputs_that_wait_are_read_together() -> None:
     async with running() as rig:
         entry = rig.batcher.submit(make_request(max_new_tokens=4))
@@ -79,22 +58,6 @@ async def test_outputs_that_wait_are_read_together() -> None:
 
 
 # ---- Cancellation ----
-
-
-async def test_cancel_while_queued_leaves_at_once() -> None:
-    gate = Gate("prefill")
-    async with running(FakeShards(hook=gate)) as rig:
-        first = rig.batcher.submit(make_request())
-        await until(lambda: gate.is_reached)
-        queued = rig.batcher.submit(make_request())
-        assert rig.metrics.queue_size.value == 1
-        rig.batcher.cancel(queued)
-        rig.batcher.cancel(queued)
-        assert rig.metrics.queue_size.value == 0
-        gate.open()
-        assert (await collect(first)).error is None
-        assert isinstance((await collect(queued)).error, IncompleteGenerationError)
-    assert [ids for method, ids in rig.shards.calls if method == "prefill"] == [(first.id,)]
 
 
 @pytest.mark.parametrize("method", ["prefill", "decode"])
@@ -144,18 +107,6 @@ async def test_a_failed_decode_fails_its_batch_and_the_next_one_runs() -> None:
         assert rig.batcher.is_healthy
 
 
-@pytest.mark.parametrize("place", [0, 3])
-async def test_a_request_that_fails_alone_leaves_the_others(place: int) -> None:
-    async with running(FakeShards(failing={1: place})) as rig:
-        outcomes = await asyncio.gather(*(rig.outcome((n,), 8) for n in range(3)))
-        assert rig.batcher.is_healthy
-    assert [outcome.ids for outcome in outcomes] == [
-        expected_ids((n,), place if n == 1 else 8) for n in range(3)
-    ]
-    assert isinstance(outcomes[1].error, GenerationError)
-    assert str(outcomes[1].error) == f"Server error: token {place}"
-
-
 async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
     """For want of memory; others go on, and what it held is free."""
     prompt = tuple(range(3, 35))
@@ -170,43 +121,6 @@ async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
             assert outcomes[place].ids == expected_ids(prompts[place], 20)
         # Tokens that it has not computed are not shared.
         assert (await rig.outcome(prompt, 4)).ids == expected_ids(prompt, 4)
-
-
-@pytest.mark.parametrize("failures", [{"filter": [1]}, {"filter": [1], "clear": [1]}])
-async def test_a_failed_filter_fails_the_batch(failures: dict[str, list[int]]) -> None:
-    shards = FakeShards(hook=Failing(**failures))
-    async with running(shards) as rig:
-        entries = [rig.batcher.submit(make_request((n,), 20)) for n in range(3)]
-        await entries[0].next_outputs()
-        rig.batcher.cancel(entries[0])
-        for entry in entries[1:]:
-            assert str((await collect(entry)).error) == "Server error: filter 1"
-        await rig.turn(20)
-        shards.batches.clear()  # what the shard forgets when it starts again
-        assert (await rig.outcome((9,), 5)).ids == expected_ids((9,), 5)
-
-
-async def test_a_prefill_whose_answer_was_lost_fails_all_its_rows() -> None:
-    """It is not known whether the earlier rows got a token."""
-    shards = FakeShards()
-    lose = False
-    compute = shards.prefill
-
-    async def prefill(*arguments: object) -> object:
-        result = await compute(*arguments)
-        if lose:
-            raise LostStepError("Could not connect to Text Generation server: reset")
-        return result
-
-    shards.prefill = prefill
-    async with running(shards) as rig:
-        old = rig.batcher.submit(make_request((1,), 20))
-        await old.next_outputs()
-        lose = True
-        lost = await rig.outcome((2,), 20)
-        assert "reset" in str(lost.error) and "reset" in str((await collect(old)).error)
-        lose = False
-        assert (await rig.outcome((3,), 5)).ids == expected_ids((3,), 5)
 
 
 async def test_health_follows_steps_and_probes() -> None:
@@ -265,18 +179,4 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
         rig.batcher.submit(make_request())
     assert not rig.batcher.is_healthy
     rig.batcher.integrity()
-    rig.check_empty()
-
-
-@pytest.mark.parametrize("turns", range(8))
-async def test_nothing_is_left_behind(turns: int) -> None:
-    rig = make_rig(FakeShards(hook=Gate("prefill")))
-    entry = rig.batcher.submit(make_request(max_new_tokens=50))
-    run = asyncio.create_task(rig.batcher.run())
-    await rig.turn(turns)
-    await rig.batcher.close()
-    await run
-    await rig.turn()
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-    assert isinstance((await collect(entry)).error, IncompleteGenerationError)
     rig.check_empty()

@@ -2,14 +2,11 @@
 
 import asyncio
 import re
-from itertools import pairwise
 
 import pytest
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 
 from router.tests.scheduling import (
-    Failing,
-    FakeShards,
     collect,
     expected_ids,
     make_request,
@@ -18,44 +15,6 @@ from router.tests.scheduling import (
 
 # Steps of 1100 ns (as the fake says), prompt tokens of 275: eight of them stretch a step to three.
 COSTS = StepCosts(decode_step_ns=1100, num_rows=1, prefill_token_ns=275)
-
-
-async def test_a_long_prompt_stops_no_row() -> None:
-    """Every decoding row gets a token in each step that computes the prompt."""
-    shards = FakeShards(num_blocks=100, token_ns=275)
-    async with running(shards, costs=COSTS) as rig:
-        old = [rig.batcher.submit(make_request((n,), 40)) for n in range(4)]
-        await old[0].next_outputs()
-        long = rig.batcher.submit(make_request(range(100, 160), 3))
-        assert (await collect(long)).ids == expected_ids(range(100, 160), 3)
-        for entry in old:
-            await collect(entry)
-    parts = [step for step in shards.passes if long.id in step]
-    assert [step.pop(long.id) for step in parts] == [4] * 15 + [1, 1]
-    assert all(step == dict.fromkeys(range(4), 1) for step in parts)
-
-
-async def test_the_first_token_comes_with_the_last_part() -> None:
-    async with running(max_batch_prefill_tokens=8) as rig:
-        outcome = await rig.outcome(range(20), 3, prefill_logprobs=True)
-    assert [sum(step.values()) for step in rig.shards.passes] == [8, 8, 4, 1, 1]
-    assert len(outcome.prefill.tokens) == 20 and outcome.ids == expected_ids(range(20), 3)
-
-
-async def test_a_failed_step_with_a_newcomer_leaves_the_others_as_they_were() -> None:
-    """The earlier rows get the missed token with the next step."""
-    shards = FakeShards(hook=Failing(prefill=[2, 3]))
-    async with running(shards) as rig:
-        old = [rig.batcher.submit(make_request((n,), 9)) for n in range(3)]
-        await old[0].next_outputs()
-        newcomers = [await rig.outcome((n, n), 9) for n in (7, 8)]
-        assert [outcome.tokens for outcome in newcomers] == [[], []]
-        for n, entry in enumerate(old):
-            outcome = await collect(entry)
-            assert outcome.ids == expected_ids((n,), 9)[-len(outcome.ids) :]
-    methods = [method for method, _ in shards.calls if method in ("prefill", "decode")]
-    # A step without newcomers comes between two that fail.
-    assert all(pair != ("prefill", "prefill") for pair in pairwise(methods[1:]))
 
 
 # ---- Several tokens in one step ----

@@ -7,7 +7,7 @@ from text_generation_router.scheduler import batcher
 from text_generation_router.scheduler.delivery import DELIVERIES_PER_TURN
 
 from router.tests.fake_shards import FakeShards, expected_ids
-from router.tests.scheduling import Failing, collect, make_request, running
+from router.tests.scheduling import Failing, make_request, running
 
 
 async def test_one_turn_delivers_to_so_many_at_most() -> None:
@@ -37,23 +37,6 @@ async def test_one_turn_delivers_to_so_many_at_most() -> None:
         assert texts == [expected_ids((1, 2), 9)] * num
         # The last of one step and the first of the next can meet in a turn.
         assert max(woken.count(turn) for turn in set(woken)) < 2 * DELIVERIES_PER_TURN
-
-
-@pytest.mark.slow
-async def test_clients_leave_and_come_between_two_turns_of_a_delivery() -> None:
-    num = 2 * DELIVERIES_PER_TURN + 5
-    async with running(FakeShards(num_blocks=2000), max_batch_size=num + 1) as rig:
-        entries = [rig.batcher.submit(make_request((1, 2), 9)) for _ in range(num)]
-        await entries[0].next_outputs()
-        # The last ones have not been given this step's tokens yet.
-        rig.batcher.cancel(entries[-1])
-        rig.batcher.cancel(entries[0])
-        newcomer = rig.batcher.submit(make_request((3,), 4))
-        rig.batcher.integrity()
-        outcomes = await asyncio.gather(*(collect(entry) for entry in entries[1:-1]))
-        assert {tuple(outcome.ids) for outcome in outcomes} == {tuple(expected_ids((1, 2), 9))}
-        assert (await collect(newcomer)).ids == expected_ids((3,), 4)
-        assert (await collect(entries[-1])).tokens == []
 
 
 async def test_steps_that_succeed_answer_for_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:

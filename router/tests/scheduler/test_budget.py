@@ -40,30 +40,6 @@ def test_more_waiting_prompts_mean_a_larger_budget() -> None:
     assert [desk.step().chunks for _ in range(2)] == [{1: 20, 2: 12}, {2: 8, 3: 8}]
 
 
-def test_parts_get_shorter_towards_the_end_of_a_long_prompt() -> None:
-    """The last of 2,048 tokens cost three times as much as the first."""
-    desk = Desk(
-        costs=replace(COSTS, prefill_context_ns=COSTS.prefill_token_ns),
-        **{"num_blocks": 1000, "max_batch_total_tokens": 4000, "max_batch_prefill_tokens": 3000},
-        target_ns=COSTS.decode_step_ns + 256 * COSTS.prefill_token_ns,
-    )
-    desk.submit((1, 2, 3), max_new_tokens=100)
-    desk.step()
-    entry = desk.submit(range(2048))
-    parts = []
-    while entry.num_computed < 2048:
-        plan = desk.plan()
-        assert plan is not None
-        [part] = plan.chunks.values()
-        start = entry.num_computed
-        duration_ns = 200 + part * 25 * (1024 + start) // 1024
-        desk.settle(plan, forward_ns=duration_ns)
-        parts.append(part)
-        # What fits the time, in blocks of 4, or all the rest.
-        assert part == min(256 * 1024 // (1024 + start) // 4 * 4, 2048 - start)
-    assert parts[:3] == [256, 204, 176] and parts[-2] < 100
-
-
 def test_tokens_behind_a_cached_prefix_cost_more_too() -> None:
     desk = Desk(
         costs=replace(COSTS, prefill_context_ns=COSTS.prefill_token_ns),
@@ -86,12 +62,6 @@ def test_tokens_behind_a_cached_prefix_cost_more_too() -> None:
     desk.submit(range(3000, 3200))
     # 72 * (1 + 1152 / 1024) is 153: that leaves 103.
     assert desk.step().chunks == {2: 72, 3: 100}
-
-
-def test_without_decoding_rows_a_step_takes_the_whole_budget() -> None:
-    desk = Desk(**TWO_BLOCKS, max_batch_prefill_tokens=16)
-    desk.submit(range(40))
-    assert [desk.step().chunks for _ in range(4)] == [{0: 16}, {0: 16}, {0: 8}, {}]
 
 
 @pytest.mark.parametrize("chunks_prompts", [True, False])

@@ -79,21 +79,6 @@ def test_chunk_is_shorter_behind_more_context(
     assert left.room(start, is_first=True) == budget
 
 
-def test_expensive_chunk_shrinks_the_rest_of_the_budget() -> None:
-    left = ChunkedPrefill(1000, 16, LONG).budget(8)
-    left.take(1024, 48)
-    assert (left.room(0), left.room(1024), left.room(3 * 1024)) == (96, 48, 24)
-    left.take(0, 96)
-    # The others wait for the next step.
-    assert (left.room(0), left.room(1024, is_first=False)) == (0, 0)
-
-
-def test_without_decoding_rows_all_tokens_cost_the_same() -> None:
-    left = ChunkedPrefill(1000, 16, LONG).budget(0)
-    left.take(10**6, 400)
-    assert left.room(10**6) == 600
-
-
 def test_context_cost_is_not_counted_as_overrun() -> None:
     chunked = ChunkedPrefill(1000, 16, LONG)
     for _ in range(40):

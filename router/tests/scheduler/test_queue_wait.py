@@ -21,19 +21,6 @@ Json = dict[str, Any]
 WAIT_S, STEP_S = 0.2, 0.02
 MESSAGES: Json = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 SHORT: Json = {"inputs": "n", "parameters": {"max_new_tokens": 5}}
-TENSOR: Json = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["n"]}
-ROUTES: list[tuple[str, Json]] = [
-    ("/generate", SHORT),
-    ("/generate_stream", SHORT),
-    ("/v1/chat/completions", MESSAGES),
-    ("/v1/chat/completions", MESSAGES | {"stream": True}),
-    ("/v1/completions", {"prompt": "a", "stream": True}),
-    ("/v1/responses", {"input": "Hi", "stream": True}),
-    ("/v1/messages", {"model": "m", **MESSAGES, "stream": True}),
-    ("/v1/embeddings", {"input": "a"}),
-    ("/v2/models/m/infer", {"inputs": [TENSOR]}),
-    ("/vertex", {"instances": [SHORT]}),
-]
 
 
 @asynccontextmanager
@@ -49,24 +36,6 @@ async def busy(directory: Path, seconds: float = 30, **options: Any) -> AsyncIte
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await until(lambda: server.services.metrics.kv_blocks_used.value == 0)
-
-
-async def test_every_route_says_so_with_a_status(tmp_path: Path) -> None:
-    async with busy(tmp_path, max_queue_wait=WAIT_S) as server:
-        began = time.monotonic()
-        asked = (server.client.post(path, json=body) for path, body in ROUTES)
-        responses = await asyncio.gather(*asked)
-        # Chats start a process for their template first.
-        assert WAIT_S <= time.monotonic() - began < WAIT_S + 4
-        for response in responses:
-            assert response.status_code == 503, response.text
-            assert 1 <= int(response.headers["retry-after"]) <= 60
-            assert "waited 0.2 s for its turn (--max-queue-wait)" in response.text
-        told = responses[1].json()
-        assert told["error_type"] == "overloaded"
-        metrics = server.services.metrics
-        assert metrics.queue_size.value == 0
-        assert metrics.request_failure.value(err="queue_wait") == len(ROUTES)
 
 
 async def test_a_started_request_is_not_refused_for_its_wait(tmp_path: Path) -> None:

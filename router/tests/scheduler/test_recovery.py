@@ -209,16 +209,6 @@ async def test_a_loss_is_noticed_by_those_who_do_nothing() -> None:
         assert_whole(await collect(w.submit((1, 2, 3, 4, 5, 6), 5)), (1, 2, 3, 4, 5, 6), 5)
 
 
-async def test_shards_that_were_given_up_are_told_of() -> None:
-    async with world() as w:
-        entry = w.submit((1,), 30)
-        await has_tokens(w, entry)
-        w.shards._declare_lost("The shards have not answered for 20 s")
-        assert_whole(await collect(entry), (1,), 30)
-        assert w.told == ["The shards have not answered for 20 s"]
-        assert len(w.lives) == 2
-
-
 async def test_a_lost_step_of_shards_that_are_there_fails_alone() -> None:
     async with world() as w:
 
@@ -272,18 +262,6 @@ async def test_grammars_wait() -> None:
         assert not asked.done(), "the time in which there are no shards does not count"
         w.may_come.set()
         assert (await asked).min_tokens == 3
-
-
-async def test_an_end_while_they_are_awaited() -> None:
-    async with world() as w:
-        entry = w.submit((1,), 200)
-        await has_tokens(w, entry)
-        w.may_come.clear()
-        w.lose()
-        await until(lambda: w.shards.is_down)
-        await asyncio.wait_for(w.batcher.close(), 2)
-        assert (await collect(entry)).error is not None
-        w.lives[-1].batches.clear()
 
 
 async def test_time_passes_while_they_are_awaited() -> None:

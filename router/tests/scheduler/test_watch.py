@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
@@ -15,15 +14,11 @@ from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.scheduling import (
     FakeShards,
-    collect,
     expected_ids,
     make_decode,
-    make_request,
-    make_rig,
     running,
 )
 from router.tests.virtual_time import VirtualTime
-from router.tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("clock")
 PATIENCE_S = watch.PATIENCE_S
@@ -122,25 +117,6 @@ async def test_hung_shards_are_given_up_for_good(
     for call in (watched.step(make_decode(), 1), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):
             await call
-
-
-async def test_every_request_gets_its_ending() -> None:
-    """Running, waiting and later requests."""
-    shards = Stub()
-    rig = make_rig(shards, max_batch_size=2)
-    task = asyncio.create_task(rig.batcher.run())
-    entries = [rig.batcher.submit(make_request((n,), 50)) for n in range(4)]
-    await until(lambda: bool(shards.batches))
-    shards.call_s, shards.answers = 3600.0, [3600.0]
-    outcomes = await asyncio.gather(*(collect(entry, 60.0) for entry in entries))
-    assert all(isinstance(outcome.error, GenerationError) for outcome in outcomes)
-    late = await rig.outcome()
-    assert "have not answered" in str(late.error)
-    assert not rig.batcher.is_healthy
-    rig.batcher.integrity()
-    rig.check_empty()
-    await rig.batcher.close()
-    await task
 
 
 async def test_failures_stay_what_they_are() -> None:

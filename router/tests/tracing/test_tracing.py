@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Ending, Request
 from text_generation_router.tracing import steps
-from text_generation_router.tracing.requests import MOST_SEQUENCES, TracedRequests
+from text_generation_router.tracing.requests import TracedRequests
 from text_generation_router.tracing.steps import TracedShards
 
 from router.tests.scheduling import (
@@ -104,27 +104,6 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
     return span.context.span_id, span.parent.span_id if span.parent is not None else 0
 
 
-async def test_phases_and_steps() -> None:
-    traced = Traced()
-    async with running(watched=traced.watched) as rig:
-        await traced.ask(rig, make_request((1, 2, 3), 9), parent=PARENT)
-    traced.check_all_ended()
-    kept = traced.kept
-    [root] = kept.named("POST")
-    assert {f"{span.context.trace_id:032x}" for span in kept.ended} == {"a" * 32}
-    assert f"{ids(root)[1]:016x}" == "b" * 16
-    phases = kept.named("validation", "queue", "prefill", "decode")
-    assert [span.name for span in phases] == ["validation", "queue", "prefill", "decode"]
-    assert {ids(span)[1] for span in phases} == {ids(root)[0]}
-    # A prefill, and of eight decodes the first and the last.
-    below = kept.named(*STEPS)
-    assert [ids(span)[1] for span in below] == [ids(root)[0]] * 3
-    # The shards get all contexts but the last one, which is unknown before the step.
-    told = [f"00-{'a' * 32}-{ids(span)[0]:016x}-01" for span in below[:2]]
-    assert [context for context in traced.told.trace_contexts if context] == told
-    assert [link.context.span_id for link in phases[3].links] == [ids(s)[0] for s in below[1:]]
-
-
 async def test_steps_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "EVERY_S", -1.0)
     traced = Traced()
@@ -164,16 +143,6 @@ async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(span.links for span in traced.kept.named("prefill", "decode"))
 
 
-async def test_no_step_is_traced_without_sampling() -> None:
-    traced = Traced(ratio=0.0)
-    async with running(watched=traced.watched) as rig:
-        await traced.ask(rig, make_request())
-        await traced.ask(rig, make_request(), parent=PARENT.removesuffix("01") + "00")
-        assert traced.told.trace_contexts.count("") == len(traced.told.trace_contexts) > 0
-        await traced.ask(rig, make_request(), parent=PARENT)
-    assert {span.context.trace_id for span in traced.kept.ended} == {int("a" * 32, 16)}
-
-
 async def test_a_step_that_fails() -> None:
     traced = Traced()
     async with running(FakeShards(hook=Failing(decode=[1])), watched=traced.watched) as rig:
@@ -187,18 +156,6 @@ async def test_a_step_that_fails() -> None:
     assert step.attributes["error.type"] == "GenerationError"
     assert traced.kept.named("decode")[0].status.status_code is StatusCode.ERROR
     assert traced.kept.named("decode")[1].status.status_code is StatusCode.UNSET
-
-
-async def test_of_many_sequences_some_have_phases() -> None:
-    traced, num = Traced(), MOST_SEQUENCES + 4
-    async with running(watched=traced.watched) as rig:
-        await traced.ask(rig, *[make_request((1, 2, 3), 3) for _ in range(num)])
-    traced.check_all_ended()
-    assert len(traced.kept.named("prefill")) == MOST_SEQUENCES
-    [root] = traced.kept.named("POST")
-    assert root.attributes["gen_ai.usage.num_sequences"] == num
-    assert root.attributes["gen_ai.usage.output_tokens"] == 3 * num
-    assert root.attributes["gen_ai.usage.input_tokens"] == 3, "one prompt for all"
 
 
 @pytest.mark.parametrize("seed", range(6))
