@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 
 from text_generation_router.api.body import BodyError, Parser, media_type, parsed, read_body
 from text_generation_router.api.errors import Responses
-from text_generation_router.api.keys import NEEDS_KEY, KeyScheme, caller_of
+from text_generation_router.api.keys import NEEDS_KEY, caller_of, check_key
 from text_generation_router.api.sse import (
     COMMENT,
     EventStream,
@@ -44,7 +44,7 @@ class _ReadRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A POST route whose body is JSON of at most `payload_limit` bytes.
+    """A POST route behind the API keys, whose body is JSON of at most `payload_limit` bytes.
 
     The key is checked first, then the headers that set the options of the request, then the body.
     FastAPI alone would read the body before it calls any dependency. The route function is
@@ -54,14 +54,11 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Raises HTTPException, RouterError and RequestValidationError."""
         handler = super().get_route_handler()
-        declared = (each.dependency for each in self.dependencies)
-        schemes = [each for each in declared if isinstance(each, KeyScheme)]
         field = self.body_field
         assert field is not None
 
         async def reading(request: Request) -> Response:
-            for scheme in schemes:
-                await scheme(request)
+            check_key(request.scope)
             deadline = read_options(request.scope).deadline
             async with nullcontext() if deadline is None else deadline.bounds():
                 value = await read_body(request, field.validate, self.parser(request.headers))

@@ -177,10 +177,7 @@ def _choice(
         answered = _answer_tokens(body, result, text)
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
-        logprobs = completion_logprobs(
-            *(prompt_tokens, answered, body.logprobs, services.tokenizer, offset),
-            as_ids=bool(body.return_tokens_as_token_ids),
-        )
+        logprobs = _logprobs(prompt_tokens, answered, body, services.tokenizer, offset)
     choice: stream.Json = {
         "text": echoed + text,
         "index": index,
@@ -196,6 +193,17 @@ def _choice(
     if body.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprobs(result.prefill, body.prompt_logprobs)
     return choice
+
+
+def _logprobs(
+    prompt: Sequence[ScoredToken],
+    answer: Sequence[ScoredToken],
+    body: CompletionRequest,
+    tokenizer: Tokenizer,
+    offset: int,
+) -> stream.Json:
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return completion_logprobs(prompt, answer, body.logprobs or 0, tokenizer, offset, as_ids)
 
 
 def _answer_tokens(body: CompletionRequest, result: GenerateResult, text: str) -> list[ScoredToken]:
@@ -284,10 +292,7 @@ class _ChoiceStream:
         logprobs: stream.Json | None = None
         if self._body.logprobs is not None and text:
             scored = self._trail.take(text)
-            logprobs = completion_logprobs(
-                *([], scored, self._body.logprobs, self._tokenizer, self._offset),
-                as_ids=bool(self._body.return_tokens_as_token_ids),
-            )
+            logprobs = _logprobs([], scored, self._body, self._tokenizer, self._offset)
             self._offset += sum(len(one.text) for one in scored)
         echoed, self._echoed = self._echoed, ""
         return {

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import Response
@@ -117,10 +117,10 @@ async def embeddings(body: EmbeddingRequest, services: ServicesDependency) -> Re
 def _asked(
     given: str | list[int], body: EmbeddingRequest, services: Services
 ) -> GenerateParameters:
-    is_text = isinstance(given, str)
+    text, ids = (given, None) if isinstance(given, str) else ("", given)
     return GenerateParameters(
-        inputs=cast(str, given) if is_text else "",
-        input_ids=None if is_text else cast("list[int]", given),
+        inputs=text,
+        input_ids=ids,
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1,
         truncate=body.truncate_prompt_tokens,
@@ -144,10 +144,9 @@ def _answer(
     prompt_tokens = sum(result.prompt_tokens for result in results)
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     pieces = _pieces(found, body, services.config.model_names[0], usage)
-    headers = timing_headers(
-        [result.ending for result in results],
-        *(prompt_tokens, sum(len(one.inputs) for one in asked), services),
-    )
+    characters = sum(len(one.inputs) for one in asked)
+    endings = [result.ending for result in results]
+    headers = timing_headers(endings, prompt_tokens, characters, services)
     if num_bytes <= 4 * _MOST_AT_ONCE:
         return Response(b"".join(pieces), media_type="application/json", headers=headers)
     response = PieceResponse(pieces, services.long_answers.taken(num_bytes))
@@ -161,16 +160,12 @@ def _pieces(
     """The JSON of all vectors, one after another."""
     before = b'{"object":"list","data":['
     for index, pooled in enumerate(found):
-        yield before + _written(index, pooled, body)
+        vector = vector_of(pooled, body.dimensions, body.normalize is not False)
+        if body.encoding_format == "base64":
+            numbers = b'"%b"' % base64.b64encode(vector)
+        else:
+            numbers = f"[{','.join(map(float32_json, vector))}]".encode()
+        one = b'{"object":"embedding","index":%d,"embedding":%b}' % (index, numbers)
+        yield before + one
         before = b","
     yield b"]," + orjson.dumps({"model": model, "usage": usage})[1:]
-
-
-def _written(index: int, pooled: bytes, body: EmbeddingRequest) -> bytes:
-    """The JSON of one vector."""
-    vector = vector_of(pooled, body.dimensions, body.normalize is not False)
-    if body.encoding_format == "base64":
-        numbers = b'"%b"' % base64.b64encode(vector)
-    else:
-        numbers = f"[{','.join(map(float32_json, vector))}]".encode()
-    return b'{"object":"embedding","index":%d,"embedding":%b}' % (index, numbers)

@@ -204,10 +204,11 @@ async def responses(body: ResponsesRequest, services: ServicesDependency) -> Res
     run = ResponseRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
     if body.stream:
-        return await open_stream(run.chunks(), headers, run.failed, has_status=_has_status)
+        # OpenAI streams that the context is exceeded: only in the event do clients look for it.
+        return await open_stream(
+            run.chunks(),
+            headers,
+            run.failed,
+            has_status=lambda error: not isinstance(error, ContextLengthError),
+        )
     return json_response(await run.whole(), headers)
-
-
-def _has_status(error: Exception) -> bool:
-    """OpenAI streams that the context is exceeded: only in the event do clients look for it."""
-    return not isinstance(error, ContextLengthError)

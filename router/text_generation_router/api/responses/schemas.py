@@ -23,8 +23,8 @@ from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Body,
+    Bounded,
     CacheSalt,
-    Entries,
     Float32,
     Items,
     Penalty,
@@ -200,12 +200,6 @@ def _check_input(given: str | list[InputItem]) -> str | list[InputItem]:
     return given
 
 
-def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
-    if metadata is not None and len(metadata) > 16:
-        raise ValueError("must have at most 16 keys")
-    return metadata
-
-
 def _check_include(include: list[str] | None) -> list[str] | None:
     for name in include or ():
         if name not in (_ENCRYPTED_REASONING, _LOGPROBS):
@@ -247,7 +241,7 @@ class ResponsesRequest(Body):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = None
+    metadata: Annotated[dict[str, str], Bounded(16)] | None = None
     include: Annotated[Items[str] | None, AfterValidator(_check_include)] = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     reasoning: Reasoning | None = None
