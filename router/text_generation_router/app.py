@@ -23,7 +23,7 @@ from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.errors import respond_as_openai, respond_as_tgi
 from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
-from text_generation_router.api.platforms import kserve, sagemaker, vertex
+from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
@@ -56,8 +56,8 @@ ROUTERS = (
     responses.router,
     messages.router,
     chat.tokenize_router,
-    sagemaker.router,
-    vertex.router,
+    clouds.sagemaker_router,
+    clouds.router,
 )
 
 # The first prefix that matches the path decides; all other paths use TGI's form.
@@ -96,7 +96,7 @@ def create_app(
     app.state.services = services
     app.state.keys = keys = keys or Keys.of(config)
     # First, so that Vertex's routes win over others with the same path.
-    app.state.routers = (*vertex.aip_routers(config), *ROUTERS)
+    app.state.routers = (*clouds.aip_routers(config), *ROUTERS)
     for router in app.state.routers:
         app.include_router(router)
     app.add_api_route("/docs/", _docs, include_in_schema=False)

@@ -1,4 +1,5 @@
-"""Google's Vertex AI: POST /vertex, and the paths that Vertex names with AIP_* variables."""
+"""Bodies of other dialects on the paths of clouds: Google's Vertex AI has /vertex and those that it
+names with AIP_* variables; Amazon SageMaker sends everything to /invocations."""
 
 from typing import Annotated, Any
 
@@ -7,21 +8,30 @@ from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import TGI_ERRORS
-from text_generation_router.api.openai.schemas import ChatRequest
+from text_generation_router.api.openai.answers import ChatCompletion, Completion
+from text_generation_router.api.openai.chat import chat_completions
+from text_generation_router.api.openai.completions import completions
+from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
 from text_generation_router.api.routes import (
     ServicesDependency,
+    events,
     get,
     post_router,
 )
-from text_generation_router.api.tgi.generate import generate_answer
+from text_generation_router.api.tgi.generate import compat_generate, generate_answer
 from text_generation_router.api.tgi.info import health
-from text_generation_router.api.tgi.schemas import GenerateRequest
+from text_generation_router.api.tgi.schemas import (
+    CompatGenerateRequest,
+    GenerateRequest,
+    GenerateResponse,
+)
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import ValidationError
 from text_generation_router.fields import Body, Bounded
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 
+sagemaker_router = post_router("SageMaker", TGI_ERRORS)
 router = post_router("Vertex", TGI_ERRORS)
 
 
@@ -94,3 +104,42 @@ async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
     async with services.chat.start(instance.to_conversation()) as (generation,):
         message = await generation.collect()
     return "".join(output.delta for output in message.outputs)
+
+
+def _field(body: Any) -> str | None:
+    """The first field that only one of the three bodies has."""
+    for field in ("inputs", "messages", "prompt"):
+        if field in body if isinstance(body, dict) else hasattr(body, field):
+            return field
+    return None
+
+
+SagemakerRequest = Annotated[
+    Annotated[CompatGenerateRequest, Tag("inputs")]
+    | Annotated[ChatRequest, Tag("messages")]
+    | Annotated[CompletionRequest, Tag("prompt")],
+    Discriminator(
+        _field,
+        custom_error_type="no_field",
+        custom_error_message="data did not match any variant of untagged enum SagemakerRequest; "
+        "one of `inputs`, `messages` and `prompt` is needed",
+    ),
+]
+
+
+@sagemaker_router.post(
+    "/invocations",
+    summary="Generate tokens from Sagemaker request",
+    response_model=list[GenerateResponse] | ChatCompletion | Completion,
+    responses=events("The answer, or with `stream` its events."),
+)
+async def sagemaker_compatibility(body: SagemakerRequest, services: ServicesDependency) -> Response:
+    """What POST / does with `inputs`, /v1/chat/completions with `messages`, and /v1/completions
+    with `prompt`."""
+    match body:
+        case ChatRequest():
+            return await chat_completions(body, services)
+        case CompletionRequest():
+            return await completions(body, services)
+        case _:
+            return await compat_generate(body, services)
