@@ -13,6 +13,7 @@ from text_generation_router.api.sse import EventStream, event
 from text_generation_router.edge.front import DIRECT_SEND
 from text_generation_router.errors import GenerationError
 
+from router.tests.chats import serve_chat
 from router.tests.serving import serve
 from router.tests.virtual_time import VirtualTime
 from router.tests.waiting import until
@@ -227,3 +228,41 @@ async def test_client_that_does_not_read_gets_no_comments(clock: VirtualTime) ->
     await response
     assert source.is_closed
     assert len(client.sent) == 1
+
+
+TOLD = "Request failed during generation: late"
+OPENAIS = (
+    f'data: {{"error":{{"message":"{TOLD}","type":"server_error","param":null,"code":null}}}}',
+    "data: [DONE]",
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "first", "last"),
+    [
+        ("/", {"inputs": "n"}, 424, 'data: {"index":1,', ('"error_type":"generation"}',)),
+        ("/v1/completions", {"prompt": "a"}, 500, "data: ", OPENAIS),
+        ("/v1/chat/completions", MESSAGES, 500, "data: ", OPENAIS),
+        ("/v1/messages", MESSAGES | {"model": "m"}, 500, "event: message_start", ("api_error",)),
+        ("/v1/responses", {"input": "n"}, 500, "event: response.created", ("response.failed",)),
+    ],
+)
+async def test_a_failure_is_a_status_or_the_last_event(
+    tmp_path: Path, path: str, body: dict[str, Any], status: int, first: str, last: tuple[str, ...]
+) -> None:
+    async with serve_chat(tmp_path, "hello") as server:
+        server.shards.script, server.shards.delay_s = [104], 0.01
+        sent = body | {"max_tokens": 1000, "stream": True}
+        async with server.client.stream("POST", path, json=sent) as response:
+            assert response.status_code == 200
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith(first)
+            server.shards.failure = GenerationError("late")
+            rest = [line async for line in lines if line]
+        for line, words in zip(rest[-len(last) :], last, strict=True):
+            assert words in line
+        assert TOLD in "".join(rest)
+        response = await server.client.post(path, json=sent | {"stream": False})
+        assert response.status_code == status and TOLD in response.text
+        assert server.services.metrics.request_failure.value(err="generation") == 2
+        server.shards.failure = None

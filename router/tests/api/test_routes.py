@@ -107,28 +107,6 @@ async def test_metrics_port_serves_metrics_only(tmp_path: Path, port: int, statu
         assert "tgi_request_count" in (await client.get("/metrics")).text
 
 
-async def test_generation_failure(server: Server) -> None:
-    server.shards.failure = GenerationError("Server error: out of memory")
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 5}}
-    response = await server.client.post("/generate", json=request)
-    assert response.status_code == 424
-    assert response.json() == {
-        "error": "Request failed during generation: Server error: out of memory",
-        "error_type": "generation",
-    }
-    server.shards.failure = None
-    stream = server.client.stream("POST", "/generate_stream", json={"inputs": "n"})
-    server.shards.delay_s = 0.01
-    async with stream as response:
-        lines = response.aiter_lines()
-        assert json.loads((await anext(lines))[5:])["index"] == 1
-        server.shards.failure = GenerationError("Server error: late")
-        *_, last, _ = [line async for line in lines]
-    assert json.loads(last[5:])["error_type"] == "generation"
-    assert server.services.metrics.request_failure.value(err="generation") == 2
-    server.shards.failure = None
-
-
 async def test_bug_is_an_internal_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Batcher, request: object) -> None:
         raise KeyError("bug")

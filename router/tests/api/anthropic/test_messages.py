@@ -11,7 +11,7 @@ from text_generation_router.api import sse
 from text_generation_router.api.anthropic.errors import error_event
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from text_generation_router.errors import ContextLengthError, GenerationError
+from text_generation_router.errors import ContextLengthError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
@@ -110,23 +110,6 @@ async def test_thinking_ends_with_a_signature(server: Server, body: dict[str, An
     turns = [BODY["messages"][0], {"role": "assistant", "content": [block]}]
     answer = await server.client.post("/v1/messages", json=BODY | {"messages": turns})
     assert answer.status_code == 200, answer.text
-
-
-async def test_failure_before_and_in_the_stream(server: Server) -> None:
-    server.shards.delay_s = 0.01
-    async with server.client.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as stream:
-        lines = stream.aiter_lines()
-        assert await anext(lines) == "event: message_start"
-        server.shards.failure = GenerationError("Server error: late")
-        *_, name, last, _ = [line async for line in lines]
-    assert name == "event: error"
-    data = json.loads(last.removeprefix("data: "))
-    assert data["request_id"] == stream.headers["request-id"]
-    error = data["error"]
-    assert error["type"] == "api_error" and "late" in error["message"]
-    response = await server.client.post("/v1/messages", json=BODY)
-    assert response.status_code == 500 and response.json()["error"]["type"] == "api_error"
-    server.shards.failure = None
 
 
 async def test_keep_alive_is_a_ping(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from text_generation_router.errors import (
     ValidationError,
 )
 
-from router.tests.serving import Server, serve, shared_server
+from router.tests.serving import serve, shared_server
 
 CHAT = "/v1/chat/completions"
 
@@ -80,23 +80,6 @@ def test_the_form_that_fits_furthest_is_complained_about() -> None:
     whole = {"loc": ("body",), "type": "dict_type", "msg": "C", "input": "é" * 99}
     sentence, param = shape_complaint([whole], "é" * 99)
     assert param is None and sentence.endswith("é…")
-
-
-async def test_failure_after_the_first_chunk_is_an_event(server: Server) -> None:
-    server.shards.delay_s = 0.01
-    body = {"prompt": "a", "stream": True, "max_tokens": 1000}
-    async with server.client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        lines = response.aiter_lines()
-        assert "error" not in await anext(lines)
-        server.shards.failure = GenerationError("late")
-        rest = [line async for line in lines if line]
-    assert rest[-2] == (
-        'data: {"error":{"message":"Request failed during generation: late",'
-        '"type":"server_error","param":null,"code":null}}'
-    )
-    assert rest[-1] == "data: [DONE]"
-    server.shards.failure = None
 
 
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}

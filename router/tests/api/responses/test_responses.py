@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
-from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
@@ -91,22 +90,6 @@ async def test_nothing_written_is_an_empty_message(tmp_path: Path) -> None:
         server.shards.script = server.shards.script[-1:]
         (message,) = (await ask(server))["output"]
         assert message["content"][0]["text"] == ""
-
-
-async def test_failure_before_and_in_the_stream(server: Server) -> None:
-    server.shards.delay_s = 0.01
-    stream = server.client.stream("POST", "/v1/responses", json={"input": "hi", "stream": True})
-    async with stream as response:
-        lines = response.aiter_lines()
-        assert await anext(lines) == "event: response.created"
-        server.shards.failure = GenerationError("Server error: late")
-        *_, last, _ = [line async for line in lines]
-    failed = json.loads(last.removeprefix("data: "))
-    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
-    assert "late" in failed["response"]["error"]["message"]
-    response = await server.client.post("/v1/responses", json={"input": "hi"})
-    assert response.status_code == 500
-    server.shards.failure = None
 
 
 @pytest.mark.parametrize(
