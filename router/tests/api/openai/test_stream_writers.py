@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import orjson
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.answers import float32
@@ -12,7 +11,6 @@ from text_generation_router.api.openai.schemas import SamplingBody
 from text_generation_router.api.openai.stream import ChunkWriter
 from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
-from text_generation_router.errors import GenerationError
 from text_generation_router.request import (
     PrefillOutput,
     Token,
@@ -70,28 +68,6 @@ def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     chunks = [{"choices": [choice]} for choice in choices]
     expected = [b"data: " + orjson.dumps(head | chunk) + b"\n\n" for chunk in chunks]
     assert ChunkWriter(head, SamplingBody()).chunks(chunks) == b"".join(expected)
-
-
-async def test_a_stream_wakes_up_once_for_all_that_is_ready() -> None:
-    request = make_request((0,), 9)
-    entry = Entry(0, request, Answer(request, make_tokenizer()))
-    wakes: list[int] = []
-
-    async def read() -> None:
-        while True:
-            wakes.append(len(await entry.next_outputs()))
-
-    reading = asyncio.create_task(read())
-    await asyncio.sleep(0)
-    output = TokenOutput(Token(1, "a", -0.5))
-    entry.deliver(output, output)
-    entry.deliver(output)
-    await asyncio.sleep(0.01)
-    entry.deliver(output)
-    entry.fail(GenerationError("oh"))
-    with pytest.raises(GenerationError):
-        await reading
-    assert wakes == [3, 1]
 
 
 async def test_what_is_delivered_while_a_reader_is_ended_is_kept() -> None:
