@@ -12,13 +12,18 @@ from shard.tests.ranks import Board, ThreadCollectives
 
 
 class Rank:
-    """Records the messages that are carried out."""
+    """Records the messages that are carried out, and those that other ranks need not wait for."""
 
     def __init__(self, thread: ThreadPoolExecutor, deadline_s: float = 60.0) -> None:
-        self.turns: list[int] = []
+        self.turns, self.failed, self.gaps = list[int](), list[int](), list[int]()
         collectives = ThreadCollectives(Board(1), 0)
+        collectives.fail = self.failed.append  # type: ignore[method-assign]
         self.messages = NumberedMessages(
-            *(thread, collectives, deadline_s, lambda: None, lambda _: None)
+            device_thread=thread,
+            collectives=collectives,
+            deadline_s=deadline_s,
+            on_gap=lambda: self.gaps.append(len(self.turns)),
+            on_final=lambda _: None,
         )
 
     def arrive(self, number: int, may_skip: bool = False) -> "asyncio.Future[None]":
@@ -45,8 +50,12 @@ async def test_each_number_has_one_turn_in_their_order(rank: Rank) -> None:
     for number in (3, 4, 6):
         with pytest.raises(BatchError, match=f"{number} came again or too late: message 7"):
             rank.arrive(number, may_skip=True)
-    await asyncio.gather(*calls, rank.arrive(5))
-    assert rank.turns == [4, 5, 6, 7]
+    with pytest.raises(BatchError, match="without a number"):
+        rank.arrive(0)
+    calls[1].cancel()
+    # A call that was cancelled is carried out.
+    await asyncio.gather(calls[0], rank.arrive(5))
+    assert rank.turns == [4, 5, 6, 7] and not rank.failed[3:] and rank.gaps == [0]
 
 
 async def test_a_place_is_kept_for_what_is_prepared(rank: Rank) -> None:
@@ -65,6 +74,7 @@ async def test_what_may_skip_does_not_wait_for_what_is_missing(rank: Rank) -> No
         await waited
     await rank.arrive(10)
     assert rank.turns == [4, 9, 10]
+    assert rank.failed == [1, 2, 3, 5, 6, 7, 8] and rank.gaps == [0, 1, 1]
 
 
 async def test_what_is_late_has_its_turn_without_what_is_missing(rank: Rank) -> None:

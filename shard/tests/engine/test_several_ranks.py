@@ -13,7 +13,7 @@ from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import Costs
-from text_generation_shard.errors import BatchError, RankError
+from text_generation_shard.errors import RankError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_on, read_config
 from text_generation_shard.service import ShardService
@@ -296,52 +296,6 @@ async def test_a_wrong_token_is_found_in_its_step(
     monkeypatch.setattr(engine, "_write", MethodType(write_another, engine))
     other = await shards.step(shards.decode(1))
     assert other[0].digest != other[1].digest
-
-
-async def test_messages_wait_for_those_before_them(shards: Shards) -> None:
-    """On rank 1 they arrive in reverse order, and one whose call was cancelled is carried out."""
-    prefill = shards.prefill([shards.request(1, range(3, 30))])
-    decode, clear = shards.decode(1), pb.ClearCacheRequest(number=shards.next())
-    first, second = shards.ranks
-    calls = [asyncio.ensure_future(first.Prefill(prefill, None))]
-    calls.append(asyncio.ensure_future(anext(first.Decode(_stream([decode]), None))))
-    calls.append(asyncio.ensure_future(anext(second.Decode(_stream([decode]), None))))
-    await asyncio.sleep(0.05)
-    assert not any(call.done() for call in calls)
-    late = asyncio.ensure_future(second.Prefill(prefill, None))
-    await asyncio.sleep(0)
-    late.cancel()
-    answers = await asyncio.gather(*calls)
-    assert answers[1].digest == answers[2].digest
-    await asyncio.gather(*(rank.ClearCache(clear, None) for rank in shards.ranks))
-    with pytest.raises(BatchError, match="came again or too late"):
-        await first.ClearCache(clear, None)
-    with pytest.raises(BatchError, match="without a number"):
-        await first.ClearCache(pb.ClearCacheRequest(), None)
-
-
-async def test_a_message_that_is_lost_is_named_and_skipped(shards: Shards) -> None:
-    first, second = shards.ranks
-    lost = shards.decode(1)
-    # Rank 0 waits for rank 1 in it, until that knows that it will not come.
-    request = shards.request(1, range(3, 30))
-    shards.number -= 1
-    answers = await shards.all("Prefill", shards.prefill([request]))
-    assert answers[0].digest == answers[1].digest
-    lost.number = shards.next()
-    waits = asyncio.ensure_future(anext(first.Decode(_stream([lost]), None)))
-    clear = pb.ClearCacheRequest(id=77, number=shards.next())
-    await second.ClearCache(clear, None)
-    with pytest.raises(RankError, match="shard 1 has aborted") as given_up:
-        await waits
-    assert not given_up.value.is_final and second._batch.id is None
-    await first.ClearCache(clear, None)
-    await shards.clear()
-    number = shards.next()
-    late = shards.decode(1)
-    with pytest.raises(BatchError, match=rf"message {number} before it did not come within 1 s"):
-        await anext(second.Decode(_stream([late]), None))
-    assert not shards.final
 
 
 async def test_a_rank_that_does_not_come_is_final(shards: Shards) -> None:
