@@ -1,8 +1,6 @@
 """The engine's rows, batches, endings and failures, and tokens regardless of batch composition."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import NUM_BLOCKS, Driver, limits_of, load_engine
+from shard.tests.driver import NUM_BLOCKS, Driver, limits_of
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
@@ -24,53 +22,6 @@ def alone(driver: Driver, request_id: int, ids: list[int], **options: Any) -> li
     driver.add([driver.request(request_id, ids, **options)])
     driver.run()
     return driver.tokens[request_id]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
-def test_same_tokens_alone_in_a_batch_and_after_preemptions(
-    driver: Driver, sampling: dict[str, Any]
-) -> None:
-    ids, options = list(range(3, 30)), {"max_new_tokens": 40, "ignore_eos_token": True}
-    wanted = alone(driver, 0, ids, sampling=sampling, **options)
-    crowd = [driver.request(n, [n] * (n % 9 + 1), **options) for n in range(1, 31)]
-    driver.add(crowd[:15])
-    driver.add([driver.request(100, ids, sampling=sampling, **options)])
-    driver.step()
-    driver.add(crowd[15:])
-    for _ in range(3):
-        driver.step()
-        driver.step()
-        known = driver.drop(100)
-        driver.step()
-        comeback = driver.request(
-            100, known, num_prompt_tokens=len(ids), sampling=sampling, **options
-        )
-        driver.add([comeback])
-    driver.run()
-    assert driver.tokens[100] == wanted
-    assert len(wanted) == 40
-    assert driver.engine.num_rows_taken == 0
-
-
-@pytest.mark.parametrize(
-    ("family", "device"),
-    [("llama-dynamic", "cpu"), ("llama-dynamic", "stream"), ("phi3-longrope", "cpu")],
-)
-def test_a_preemption_changes_nothing_where_rope_depends_on_length(
-    family: str, device: str, checkpoint: Callable[[str], Path]
-) -> None:
-    driver = Driver(load_engine(checkpoint(family), device=device))
-    options = {"max_new_tokens": 40, "ignore_eos_token": True}
-    ids = list(range(3, 50))
-    wanted = alone(driver, 0, ids, **options)
-    driver.add([driver.request(1, ids, **options)])
-    for _ in range(25):
-        driver.step()
-    known = driver.drop(1)
-    assert len(known) > 64, "the original context was passed before the preemption"
-    driver.add([driver.request(1, known, num_prompt_tokens=len(ids), **options)])
-    driver.run()
-    assert driver.tokens[1] == wanted
 
 
 def test_length_end_token_and_ignored_end_token(driver: Driver) -> None:

@@ -1,6 +1,5 @@
 """What warm-up profiles if a device measures its memory: no later step takes more."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,18 +163,6 @@ def test_a_memory_profile_without_memory_names_the_flags(
         warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST))
     monkeypatch.setattr(device, "most", 10**6)
     assert warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
-
-
-@pytest.mark.usefixtures("is_unmeasured")
-def test_what_recorded_steps_hold_is_told(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory_budget = MemoryBudget(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
-    monkeypatch.setattr(engine.device, "free_bytes", lambda *_: memory_budget)
-    with caplog.at_level(logging.INFO):
-        warm_up(engine, limits_of(TOKENS, ROWS, max_total_tokens=LONGEST))
-    (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
-    assert line.endswith("0.500 GB  decode steps of 1 to 64 rows")
 
 
 def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Chunked prompts beside rows that decode and draft: the same tokens as each request alone."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,7 @@ def test_the_best_tokens_in_place_of_those_of_a_prompt(
     driver.add([driver.request(2, ids, **options)], driver.advance({}))
     driver.run()
     everything = driver.prefill_top_tokens[0]
-    best = list(batched(everything, num_tokens))
+    best = [everything[at : at + num_tokens] for at in range(0, len(everything), num_tokens)]
     assert len(best) == len(ids) - 1 and 2 not in driver.prefill_top_tokens
     for place, (ranked, token_id) in enumerate(zip(best, ids[1:], strict=True), start=1):
         values = [value for _, value in ranked]
@@ -240,13 +240,8 @@ def test_the_best_tokens_in_place_of_those_of_a_prompt(
         assert dict(ranked)[token_id] == driver.prefill_logprobs[0][place]
         assert values[driver.prefill_ranks[0][place - 1] - 1] == dict(ranked)[token_id]
     assert len(driver.prefill_ranks[1]) == len(driver.prefill_ranks[2]) == len(ids) - 1
-    few = list(batched(driver.prefill_top_tokens[1], 3))
-    for three, ranked in zip(few, best, strict=True):
+    few = driver.prefill_top_tokens[1]
+    for place, ranked in enumerate(best):
+        three = few[3 * place : 3 * place + 3]
         assert [value for _, value in three] == pytest.approx([v for _, v in ranked[:3]], abs=1e-4)
     assert driver.prefill_logprobs[2][1:] == pytest.approx(driver.prefill_logprobs[0][1:], abs=1e-4)
-
-
-def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Schedule this number of tokens at a time."""
-    for first in range(0, len(items), size):
-        yield items[first : first + size]

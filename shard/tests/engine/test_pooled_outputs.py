@@ -138,21 +138,10 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pooled_outputs, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
+    wanted: Any = {"max_new_tokens": 1, "sampling": Sampling(), "score_token_ids": (5, 7)}
     for number, pooling in enumerate((pb.POOLING_MEAN, pb.POOLING_LAST)):
         blocks = range(40 * number, 40 * number + 33)
-        table.take(
-            NewRequest(
-                id=number,
-                input_ids=range(520),
-                num_prompt_tokens=520,
-                num_cached_tokens=0,
-                block_table=blocks,
-                sampling=Sampling(),
-                max_new_tokens=1,
-                pooling=pooling,
-                score_token_ids=(5, 7),
-            )
-        )
+        table.take(NewRequest(number, range(520), 520, 0, blocks, pooling=pooling, **wanted))
     rows, counts = np.array([0, 1]), np.array([520, 520])
     scheduled = pooled_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
     hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")

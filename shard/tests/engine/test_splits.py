@@ -70,7 +70,8 @@ def test_a_split_is_refused_or_right(tmp_path: Path) -> None:
         [one] = found[key(1, number)]
         assert one["tokens"] == list(greedy(Path(case.path), one["tokens"])), case.path
         for size in case.sizes:
-            assert found[key(size, number)] == [one] * size, f"{size} ranks: {case.path}"
+            for rank in found[key(size, number)]:
+                assert rank["tokens"] == one["tokens"], f"{size} ranks: {case.path}"
 
 
 def test_one_normed_head_of_each_rank_in_fewer_bits(tmp_path: Path) -> None:

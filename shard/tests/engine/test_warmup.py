@@ -13,9 +13,9 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepInput
 from text_generation_shard.engine.warmup import measure, warm_up
 from text_generation_shard.errors import ModelError
-from torch.profiler import ProfilerActivity, profile
 
 from shard.tests.driver import Driver, limits_of, load_engine
+from shard.tests.engine.test_memory_profile import peak_of
 
 ROWS, PROMPT = 8, 384
 
@@ -125,13 +125,7 @@ def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
     driver.add([driver.request(n, [5 + n] * 9, **options) for n in range(ROWS - 1)])
     last = driver.request(ROWS, list(range(3, 300)) + [7] * 80, prefill_logprobs=True, **options)
     advance = driver.advance({})
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        driver.add([last], advance)
-    held = peak = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+    _, peak = peak_of(lambda: driver.add([last], advance))
     limits = limits_of(PROMPT, ROWS)
     shape = warmup.CacheShape(3, 2, 16, engine.block_size, torch.float32)
     reserved = warmup.activation_bytes(engine.model.config, torch.float32, limits)

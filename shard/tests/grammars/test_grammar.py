@@ -168,16 +168,6 @@ def test_logprobs_are_those_among_the_allowed_tokens(
     assert result.logprobs[0] == pytest.approx(result.top_token_logprobs[0])
 
 
-async def test_a_grammar_is_compiled_once(tiny_model_path: Path) -> None:
-    compiler = GrammarCompiler(tiny_model_path, 300, [0, 2])
-    first = await compiler.compile("start: /a+/")
-    assert await compiler.compile("start: /a+/") is first
-    for number in range(70):
-        await compiler.compile(f"start: /a{{{number + 1}}}/")
-    assert await compiler.compile("start: /a+/") is not first
-    compiler.close()
-
-
 def test_what_can_not_be_written_is_one_sentence(compiler: GrammarCompiler, tmp_path: Path) -> None:
     endless = compiler.compile_now('start: "a" start')
     assert endless.error.startswith("no text matches it")

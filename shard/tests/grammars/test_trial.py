@@ -112,10 +112,11 @@ async def test_closing_ends_running_trials() -> None:
     assert (await asked).retry_after_s
 
 
+@pytest.mark.parametrize(("limit", "value"), [("_CACHED_BYTES", 200), ("_CACHED_GRAMMARS", 4)])
 async def test_what_is_remembered_is_bounded(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(compiling, "_CACHED_BYTES", 200)
+    monkeypatch.setattr(compiling, limit, value)
     first = await compiler.compile(regex("a"))
     assert await compiler.compile(regex("a")) is first
     for number in range(4):
