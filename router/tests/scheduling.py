@@ -98,9 +98,14 @@ class Rig:
     watch: WatchedShards
     metrics: Metrics
 
+    def submit(self, *arguments: object, **options: object) -> Entry:
+        """Submits `make_request(…)`."""
+        [entry] = self.batcher.submit_many([make_request(*arguments, **options)])
+        return entry
+
     async def outcome(self, *arguments: object, **options: object) -> Outcome:
         """Submits `make_request(…)` and reads the answer to its end."""
-        return await collect(self.batcher.submit(make_request(*arguments, **options)))
+        return await collect(self.submit(*arguments, **options))
 
     async def turn(self, times: int = 1) -> None:
         """Gives other tasks `times` turns of the event loop."""

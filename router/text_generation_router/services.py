@@ -240,7 +240,7 @@ def _step_deadlines(
                 "take: it would end the server; raise it, or lower --max-batch-prefill-tokens",
                 *(config.step_deadline, expected_s, config.max_batch_prefill_tokens),
             )
-        deadlines = StepDeadlines.fixed(config.step_deadline)
+        deadlines = StepDeadlines(config.step_deadline)
     if info.world_size > 1:
         deadlines = deadlines.behind_ranks(warmup.rank_deadline_s or config.starting_deadline_s)
     return deadlines

@@ -18,7 +18,6 @@ from router.tests.scheduling import (
     Gate,
     collect,
     expected_ids,
-    make_request,
     make_rig,
     running,
     writes,
@@ -52,7 +51,7 @@ async def test_prompt_and_top_tokens() -> None:
 
 async def test_outputs_that_wait_are_read_together() -> None:
     async with running() as rig:
-        entry = rig.batcher.submit(make_request(max_new_tokens=4))
+        entry = rig.submit(max_new_tokens=4)
         await rig.settle()
         assert len(await entry.next_outputs()) == 4
 
@@ -65,8 +64,8 @@ async def test_outputs_that_wait_are_read_together() -> None:
 async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> None:
     gate = Gate(method)
     async with running(FakeShards(hook=gate)) as rig:
-        gone = rig.batcher.submit(make_request((1,), 9))
-        others = [] if alone else [rig.batcher.submit(make_request((2,), 9))]
+        gone = rig.submit((1,), 9)
+        others = [] if alone else [rig.submit((2,), 9)]
         await until(lambda: gate.is_reached)
         used = rig.metrics.kv_blocks_used.value
         rig.batcher.cancel(gone)
@@ -84,9 +83,9 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
 
 async def test_a_failed_prefill_fails_only_the_new_requests() -> None:
     async with running(FakeShards(hook=Failing(prefill=[2]))) as rig:
-        old = rig.batcher.submit(make_request((1,), 20))
+        old = rig.submit((1,), 20)
         await old.next_outputs()
-        new = rig.batcher.submit(make_request((2,), 20))
+        new = rig.submit((2,), 20)
         failed = await collect(new)
         assert (await collect(old)).generated is not None
         assert rig.batcher.is_healthy
@@ -141,13 +140,13 @@ async def test_a_bug_fails_everyone_and_the_batcher_for_good(
             raise ZeroDivisionError
 
     rig = make_rig(FakeShards(hook=bug))
-    entries = [rig.batcher.submit(make_request()) for _ in range(2)]
+    entries = [rig.submit() for _ in range(2)]
     with pytest.raises(ZeroDivisionError):
         await rig.batcher.run()
     for entry in entries:
         assert (await collect(entry)).error.message.endswith("internal error")
     with pytest.raises(UnhealthyError):
-        rig.batcher.submit(make_request())
+        rig.submit()
     assert not rig.batcher.is_healthy and not await rig.batcher.probe()
     assert "bug in the router" in caplog.text
     rig.batcher.integrity()
@@ -160,7 +159,7 @@ async def test_a_bug_fails_everyone_and_the_batcher_for_good(
 async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> None:
     gate = Gate(method)
     rig = make_rig(FakeShards(hook=gate))
-    entries = [rig.batcher.submit(make_request((n,), 9)) for n in range(3)]
+    entries = [rig.submit((n,), 9) for n in range(3)]
     run = asyncio.create_task(rig.batcher.run())
     if method == "filter":
         await entries[0].next_outputs()
@@ -176,7 +175,7 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
     for entry in entries:
         assert isinstance((await collect(entry)).error, IncompleteGenerationError)
     with pytest.raises(ShuttingDownError):
-        rig.batcher.submit(make_request())
+        rig.submit()
     assert not rig.batcher.is_healthy
     rig.batcher.integrity()
     rig.check_empty()

@@ -7,7 +7,7 @@ import pytest
 from text_generation_router.request import FinishReason
 
 from router.tests.fake_shards import FakeShards, expected_ids, writes
-from router.tests.scheduling import Failing, Gate, Rig, collect, make_request, running
+from router.tests.scheduling import Failing, Gate, Rig, collect, running
 from router.tests.waiting import until
 
 PROMPT = (1, 2, 3)
@@ -82,7 +82,7 @@ async def test_the_server_stops() -> None:
     shards = slow(hook=gate)
     rig: Rig
     async with running(shards, runs_ahead=True) as rig:
-        entry = rig.batcher.submit(make_request(PROMPT, 9))
+        entry = rig.submit(PROMPT, 9)
         await until(lambda: shards.num_under_way == 2)
         await rig.batcher.close()
         assert (await collect(entry)).error is not None

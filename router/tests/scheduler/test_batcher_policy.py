@@ -14,7 +14,6 @@ from router.tests.scheduling import (
     FakeShards,
     collect,
     expected_ids,
-    make_request,
     running,
 )
 
@@ -24,14 +23,14 @@ from router.tests.scheduling import (
 async def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     async with running(FakeShards(num_blocks=4, block_size=4)) as rig:
         with pytest.raises(ValidationError, match=r"<= 16.* 10 `inputs` tokens and 7 `max_new_t"):
-            rig.batcher.submit(make_request(range(10), 7))
+            rig.submit(range(10), 7)
         assert len((await rig.outcome(range(10), 6)).ids) == 6
 
 
 async def test_the_token_limit_bounds_the_blocks() -> None:
     async with running(max_batch_total_tokens=35) as rig:
         with pytest.raises(ValidationError, match="<= 32"):
-            rig.batcher.submit(make_request(range(10), 23))
+            rig.submit(range(10), 23)
         assert rig.metrics.batch_max_total_tokens.value == 32
     with pytest.raises(ValueError, match="max-batch-total-tokens"):
         async with running(max_batch_total_tokens=3):
@@ -48,9 +47,9 @@ def prefills(rig: object) -> list[tuple[int, ...]]:
 async def test_few_wait_until_enough_steps_have_passed() -> None:
     limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 6}
     async with running(chunks_prompts=False, **limits) as rig:
-        old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        old = [rig.submit((n,), 20) for n in range(2)]
         await old[0].next_outputs()
-        new = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        new = [rig.submit((n,), 20) for n in range(2)]
         await asyncio.gather(*map(collect, [*old, *new]))
     methods = [method for method, _ in rig.shards.calls]
     assert methods[:7] == ["prefill", *["decode"] * 5, "prefill"]
@@ -61,9 +60,9 @@ async def test_few_wait_until_enough_steps_have_passed() -> None:
 async def test_many_do_not_wait() -> None:
     limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 100}
     async with running(chunks_prompts=False, **limits) as rig:
-        old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        old = [rig.submit((n,), 20) for n in range(2)]
         await old[0].next_outputs()
-        new = [rig.batcher.submit(make_request((n,), 20)) for n in range(3)]
+        new = [rig.submit((n,), 20) for n in range(3)]
         await asyncio.gather(*map(collect, [*old, *new]))
     assert prefills(rig) == [(0, 1), (2, 3, 4)]
     assert rig.metrics.batch_concat.value(reason="backpressure") == 1
@@ -113,7 +112,7 @@ async def test_the_time_of_a_filter_counts_with_the_delivery() -> None:
         await asyncio.sleep(0.05 if method == "filter" else 0)
 
     async with running(FakeShards(hook=slow)) as rig:
-        entries = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        entries = [rig.submit((n,), 20) for n in range(2)]
         await entries[0].next_outputs()
         rig.batcher.cancel(entries[0])
         await collect(entries[1])

@@ -9,7 +9,6 @@ from text_generation_router.scheduler.chunked_prefill import StepCosts
 from router.tests.scheduling import (
     collect,
     expected_ids,
-    make_request,
     running,
 )
 
@@ -41,7 +40,7 @@ async def test_drafted_tokens_are_those_that_come_anyway(speculate: int) -> None
 async def test_the_tokens_of_a_step_come_together() -> None:
     """The client wakes up once for them."""
     async with running(speculate=2) as rig:
-        entry = rig.batcher.submit(make_request((1, 2), 9))
+        entry = rig.submit((1, 2), 9)
         deliver, sizes = entry.deliver, []
         entry.deliver = lambda *outputs: (sizes.append(len(outputs)), deliver(*outputs))
         await collect(entry)

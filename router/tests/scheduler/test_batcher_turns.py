@@ -7,13 +7,13 @@ from text_generation_router.scheduler import batcher
 from text_generation_router.scheduler.delivery import DELIVERIES_PER_TURN
 
 from router.tests.fake_shards import FakeShards, expected_ids
-from router.tests.scheduling import Failing, make_request, running
+from router.tests.scheduling import Failing, running
 
 
 async def test_one_turn_delivers_to_so_many_at_most() -> None:
     num = 3 * DELIVERIES_PER_TURN + 5
     async with running(FakeShards(num_blocks=2000), max_batch_size=num) as rig:
-        entries = [rig.batcher.submit(make_request((1, 2), 9)) for _ in range(num)]
+        entries = [rig.submit((1, 2), 9) for _ in range(num)]
         turn = 0
         woken: list[int] = []
 
@@ -43,7 +43,7 @@ async def test_steps_that_succeed_answer_for_the_shards(monkeypatch: pytest.Monk
     shards = FakeShards(num_blocks=2000, hook=Failing(health=[1, 2, 3]))
     async with running(shards) as rig:
         assert not await rig.batcher.probe(), "nothing has succeeded yet"
-        entry = rig.batcher.submit(make_request((1, 2), 2000))
+        entry = rig.submit((1, 2), 2000)
         await entry.next_outputs()
         assert await rig.batcher.probe(), "the shards were asked, though they had just answered"
         monkeypatch.setattr(batcher, "FRESH_S", 0.0)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.tests.chats import TEMPLATE
-from router.tests.scheduling import FakeShards, collect, make_request, running
+from router.tests.scheduling import FakeShards, collect, running
 from router.tests.serving import Server, serve
 from router.tests.waiting import until
 
@@ -65,7 +65,7 @@ async def test_the_pace_is_that_of_the_queue(monkeypatch: pytest.MonkeyPatch) ->
     now = 1000.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     async with running(FakeShards(), max_batch_size=1) as rig:
-        entries = [rig.batcher.submit(make_request((n,), 3)) for n in range(10)]
+        entries = [rig.submit((n,), 3) for n in range(10)]
         for entry in entries[:4]:
             now += 2
             await collect(entry)

@@ -34,7 +34,6 @@ from router.tests.scheduling import (
     Rig,
     collect,
     expected_ids,
-    make_request,
     make_tokenizer,
 )
 from router.tests.waiting import until
@@ -116,7 +115,7 @@ class World:
         return Rig(self.batcher, self.lives[-1], self.shards, self.metrics)
 
     def submit(self, *arguments: Any, **options: Any) -> Entry:
-        return self.batcher.submit(make_request(*arguments, **options))
+        return self.rig.submit(*arguments, **options)
 
     def lose(self) -> None:
         self.lives[-1].end.set()

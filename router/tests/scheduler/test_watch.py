@@ -105,7 +105,7 @@ async def test_hung_shards_are_given_up_for_good(
     answer_s: float, longest_s: float, verdict: str, lasted_s: float
 ) -> None:
     shards = Stub(3600.0, (answer_s,))
-    watched = WatchedShards(shards, StepDeadlines.fixed(longest_s))
+    watched = WatchedShards(shards, StepDeadlines(longest_s))
     told: list[str] = []
     watched.report_loss = told.append
     began = asyncio.get_running_loop().time()
@@ -134,7 +134,7 @@ async def test_time_in_which_this_process_stood_still_does_not_count(
 ) -> None:
     """As when all processes were stopped, and go on."""
     shards = Stub(3600.0)
-    watched = WatchedShards(shards, StepDeadlines.fixed(4.0))
+    watched = WatchedShards(shards, StepDeadlines(4.0))
     began = clock.now
     call = asyncio.create_task(watched.clear_cache(None))
     await asyncio.sleep(before_s)
@@ -157,7 +157,7 @@ class Slow(FakeShards):
 async def test_a_call_waits_for_the_one_before() -> None:
     """Its time begins when that has ended."""
     shards = Slow()
-    watched = WatchedShards(shards, StepDeadlines.fixed(0.3))
+    watched = WatchedShards(shards, StepDeadlines(0.3))
     shards.call_s = 0.2
     first = asyncio.create_task(watched.step(make_decode(), 1))
     await asyncio.sleep(0)
@@ -191,6 +191,6 @@ def test_how_long_a_step_may_take() -> None:
     deadlines = measured(slow, 128, 1, 4096, is_on_gpu=False)
     assert deadlines.of(1000) == pytest.approx(20 * (4 + (256 + 1000) * token_s))
     assert deadlines.work_s(1000) == pytest.approx(4 + (256 + 1000) * token_s)
-    assert StepDeadlines.fixed(2.0).of(4096) == 2.0
-    assert StepDeadlines.fixed(2.0).behind_ranks(2.0).of(0) == 3.0
+    assert StepDeadlines(2.0).of(4096) == 2.0
+    assert StepDeadlines(2.0).behind_ranks(2.0).of(0) == 3.0
     assert deadlines.behind_ranks(2.0) == deadlines

@@ -61,18 +61,13 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
     first, *others = responses
     if not others:
         return translate.from_step(first)
-    check_digests(number, [r.digest if r.HasField("digest") else None for r in responses])
+    check_digests(number, [response.digest for response in responses])
     shard_ns = [response.forward_ns + response.decode_ns for response in responses]
     return translate.from_step(first, shard_ns)
 
 
-def check_digests(number: int, digests: Sequence[int | None]) -> None:
+def check_digests(number: int, digests: Sequence[int]) -> None:
     """Raises LostStepError unless all ranks have sent the same digest; rank 0 is the first."""
-    if silent := [rank for rank, digest in enumerate(digests) if digest is None]:
-        raise LostStepError(
-            f"Server error: {_shards(silent)} did not say what was chosen in step {number}; start "
-            "all shards with the same version of this program"
-        )
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise LostStepError(
             f"Server error: {_shards(others)} chose other tokens than shard 0 in step {number}, so "

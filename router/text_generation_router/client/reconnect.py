@@ -24,10 +24,6 @@ logger = logging.getLogger(__name__)
 _Identity = tuple[int, int, int]
 
 
-class OtherShardsError(GenerationError):
-    """The new shards differ from the lost ones; one sentence says how."""
-
-
 class Reconnection:
     """Knows the socket of the last shards: new ones have another one at the same path.
 
@@ -44,7 +40,8 @@ class Reconnection:
 
     async def __call__(self, report: Callable[[str], None]) -> ShardedClient:
         """Waits for new shards. Calls `report` with a sentence while the old ones have not ended.
-        Raises OtherShardsError, and GenerationError if the new shards refuse the same limits."""
+        Raises GenerationError if the new shards differ from the lost ones, or refuse the same
+        limits."""
         while True:
             await self._other_socket(report)
             attempt = asyncio.ensure_future(self._connect())
@@ -107,7 +104,7 @@ class Reconnection:
             max_batch_total_tokens=self._warmup.num_blocks * self._info.block_size,
         )
         if warmup.num_blocks != self._warmup.num_blocks:
-            raise OtherShardsError(
+            raise GenerationError(
                 f"they have {warmup.num_blocks} KV blocks, the old ones had "
                 f"{self._warmup.num_blocks}"
             )
@@ -116,7 +113,7 @@ class Reconnection:
         for name in ShardInfo.__slots__:
             new, old = getattr(info, name), getattr(self._info, name)
             if new != old and name not in ("last_number", "spares_core"):
-                raise OtherShardsError(f"they have {name} {new!r}, the old ones had {old!r}")
+                raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
 
 
 async def _silence(shards: ShardedClient) -> None:

@@ -127,11 +127,6 @@ class Batcher:
 
     # ---- Called by clients, between the steps of `run` ----
 
-    def submit(self, request: Request) -> Entry:
-        """Queues one request; see `submit_many`."""
-        [entry] = self.submit_many([request])
-        return entry
-
     def submit_many(self, requests: Sequence[Request]) -> list[Entry]:
         """Queues requests for the same prompt, which is computed once and shared.
 

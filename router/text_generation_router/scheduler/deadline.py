@@ -33,14 +33,10 @@ class StepDeadlines:
       first steps do more: therefore `LEAST_STEP_DEADLINE_ON_GPU_S`.
     """
 
+    # The same for every step where it is all there is, as with --step-deadline.
     least_s: float
     decode_s: float = 0.0
     token_s: float = 0.0
-
-    @classmethod
-    def fixed(cls, seconds: float) -> "StepDeadlines":
-        """As --step-deadline says, for every step."""
-        return cls(seconds)
 
     @classmethod
     def measured(

@@ -95,7 +95,7 @@ class WatchedShards:
         self._shards: Shards | None = shards
         self._connection = shards
         self._num_questions = num_questions
-        self._deadlines = deadlines or StepDeadlines.fixed(UNMEASURED_S)
+        self._deadlines = deadlines or StepDeadlines(UNMEASURED_S)
         self._connect = connect
         self._note_restart = note_restart
         # Oldest first.
