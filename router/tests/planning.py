@@ -12,7 +12,7 @@ from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import StepResult
 
-from router.tests.scheduling import make_request, make_tokenizer
+from router.tests.scheduling import check_integrity, make_request, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 # Parts of prompts beside a decoding row: two blocks of 4.
@@ -49,7 +49,7 @@ class Desk:
         """The next step."""
         self.planner.sweep()
         plan = self.planner.plan(self.planner.grow())
-        self.planner.integrity()
+        check_integrity(self.planner)
         return plan
 
     def settle(
@@ -62,7 +62,7 @@ class Desk:
         counts = [num_tokens] * len(ids) if num_tokens > 1 else ()
         result = StepResult(ids, tokens, [0.0] * len(tokens), reasons, None, counts)
         self.planner.settle(plan, replace(result, forward_ns=forward_ns))
-        self.planner.integrity()
+        check_integrity(self.planner)
 
     def step(self, num_tokens: int = 1) -> Plan:
         """A step that is planned and done."""

@@ -17,8 +17,9 @@ from text_generation_router.request import (
     TokenOutput,
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
-from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import Advance
 from text_generation_router.scheduler.watch import WatchedShards
 
@@ -89,6 +90,23 @@ async def collect(entry: Entry, pause_s: float = 10.0) -> Outcome:
     return Outcome(tokens, prefill, tokens[-1].generated, None)
 
 
+def check_integrity(planner: Planner) -> None:
+    """Asserts, between any two steps, that no block is lost or held by another entry's table too,
+    unless it is shared, and that entries are in the order of their ranks."""
+    running = list(planner.running.values())
+    for entries in (list(planner.queue), running):
+        ranks = [entry.rank for entry in entries]
+        assert ranks == sorted(set(ranks)), "out of order"
+    for entry in planner.queue:
+        assert entry.state is EntryState.QUEUED and entry.block_table is None
+    held = {block_id for entry in running for block_id in entry.block_table or ()}
+    assert len(held) == planner.blocks.allocator.num_used, "blocks are lost or held twice"
+    for entry in running:
+        assert entry.num_computed < entry.num_tokens <= entry.max_context
+        if entry.num_computed >= entry.num_inputs:
+            assert entry.num_computed == entry.num_tokens - 1
+
+
 @dataclass(frozen=True)
 class Rig:
     """A batcher, its shards, through which it is watched whether they answer, and its metrics."""
@@ -117,7 +135,7 @@ class Rig:
         await until(lambda: not self.shards.batches and not self.shards.is_busy)
         await self.turn(20)
         assert not self.shards.batches, "rows are left"
-        self.batcher.integrity()
+        check_integrity(self.batcher.planner)
         self.check_empty()
 
     def check_empty(self) -> None:
@@ -164,7 +182,7 @@ async def running(shards: FakeShards | None = None, **limits: Any) -> AsyncItera
     finally:
         await rig.batcher.close()
         await task
-    rig.batcher.integrity()
+    check_integrity(rig.batcher.planner)
 
 
 class Failing:

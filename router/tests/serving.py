@@ -24,6 +24,7 @@ from text_generation_router.services import Services, assemble, load_template
 from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.fake_shards import INFO, WARMUP, FakeShards
+from router.tests.scheduling import check_integrity
 from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, script_of, write_tokenizer
 from router.tests.waiting import until
 
@@ -62,7 +63,7 @@ class Server:
         await until(lambda: self.services.infer.free_permits == permits)
         await until(lambda: not self.shards.rows)
         await until(lambda: self.services.metrics.kv_blocks_used.value == 0)
-        self.services.batcher.integrity()
+        check_integrity(self.services.batcher.planner)
 
 
 class KeptTemplates(TemplateWorkers):

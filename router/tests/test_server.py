@@ -20,6 +20,7 @@ from text_generation_router.server import bind, multiplied
 from text_generation_router.services import Services, StartError
 from text_generation_router.state import ServerState
 
+from router.tests.scheduling import check_integrity
 from router.tests.serving import ScriptedShards, assemble_scripted
 
 LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
@@ -91,7 +92,7 @@ async def until_it_ends(
         stopping.code = await asyncio.wait_for(serving, 10)
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
-    services.batcher.integrity()
+    check_integrity(services.batcher.planner)
     assert services.infer.free_permits == services.config.max_concurrent_requests
 
 

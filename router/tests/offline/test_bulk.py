@@ -11,6 +11,7 @@ from text_generation_router.offline import SamplingParams
 from text_generation_router.offline.bulk import Job, run_jobs
 from text_generation_router.offline.progress import Tally
 
+from router.tests.scheduling import check_integrity
 from router.tests.serving import assemble_scripted, script_of
 
 
@@ -26,7 +27,7 @@ async def bulk(tmp_path, text="hello ", **options):
                 break
             await asyncio.sleep(0.01)
         assert not services.shards.rows
-        services.batcher.integrity()
+        check_integrity(services.batcher.planner)
         assert services.infer.free_permits == services.config.max_concurrent_requests
     finally:
         await services.batcher.close()

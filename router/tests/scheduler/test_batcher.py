@@ -10,12 +10,14 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.request import FinishReason
+from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.scheduling import (
     BOS_ID,
     Failing,
     FakeShards,
     Gate,
+    check_integrity,
     collect,
     expected_ids,
     make_rig,
@@ -69,7 +71,7 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
         await until(lambda: gate.is_reached)
         used = rig.metrics.kv_blocks_used.value
         rig.batcher.cancel(gone)
-        rig.batcher.integrity()
+        check_integrity(rig.batcher.planner)
         assert rig.metrics.kv_blocks_used.value == used, "a step may still write to the blocks"
         gate.open()
         for other in others:
@@ -122,6 +124,29 @@ async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
         assert (await rig.outcome(prompt, 4)).ids == expected_ids(prompt, 4)
 
 
+async def test_a_prefill_whose_answer_was_lost_fails_all_its_rows() -> None:
+    """It is not known whether the earlier rows got a token."""
+    shards = FakeShards()
+    lose = False
+    compute = shards.prefill
+
+    async def prefill(*arguments: object) -> object:
+        result = await compute(*arguments)
+        if lose:
+            raise LostStepError("Could not connect to Text Generation server: reset")
+        return result
+
+    shards.prefill = prefill
+    async with running(shards) as rig:
+        old = rig.submit((1,), 20)
+        await old.next_outputs()
+        lose = True
+        lost = await rig.outcome((2,), 20)
+        assert "reset" in str(lost.error) and "reset" in str((await collect(old)).error)
+        lose = False
+        assert (await rig.outcome((3,), 5)).ids == expected_ids((3,), 5)
+
+
 async def test_health_follows_steps_and_probes() -> None:
     async with running(FakeShards(hook=Failing(prefill=[1], health=[1]))) as rig:
         assert rig.batcher.is_healthy
@@ -149,7 +174,7 @@ async def test_a_bug_fails_everyone_and_the_batcher_for_good(
         rig.submit()
     assert not rig.batcher.is_healthy and not await rig.batcher.probe()
     assert "bug in the router" in caplog.text
-    rig.batcher.integrity()
+    check_integrity(rig.batcher.planner)
     rig.check_empty()
     await rig.batcher.close()
 
@@ -177,5 +202,5 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
     with pytest.raises(ShuttingDownError):
         rig.submit()
     assert not rig.batcher.is_healthy
-    rig.batcher.integrity()
+    check_integrity(rig.batcher.planner)
     rig.check_empty()

@@ -14,7 +14,7 @@ from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.fake_shards import EOS_ID, FakeShards, letters
-from router.tests.scheduling import Outcome, collect, make_request, running
+from router.tests.scheduling import Outcome, check_integrity, collect, make_request, running
 
 # Beginnings that texts have in common, so that they find one another's blocks.
 _BEGINNINGS = [(), (1,) * 8, (1, 2, 3, 4) * 4, (1,) * 8 + (2,) * 4]
@@ -146,7 +146,7 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
                 excuses.add(f"Server error: {arguments[0]}")
             else:
                 await rig.turn(arguments[0] if kind == "turn" else 1)
-            rig.batcher.integrity()
+            check_integrity(rig.batcher.planner)
         for request, _, outcome in submitted:
             _check_ending(await outcome, request, excuses)
 

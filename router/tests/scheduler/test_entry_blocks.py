@@ -7,6 +7,7 @@ from text_generation_router.request import Pooling
 from text_generation_router.scheduler.entry import EntryState
 
 from router.tests.planning import TWO_BLOCKS, Desk
+from router.tests.scheduling import check_integrity
 
 
 def test_blocks_are_shared_in_the_step_that_writes_them() -> None:
@@ -111,7 +112,7 @@ def test_cache_salts_share_nothing_in_a_step_or_later(shares_prefixes: bool) -> 
     tables = [entry.block_table for entry in again]
     held = [set(table) for table in tables if table is not None]
     assert not held[0] & held[1] and not held[0] & held[3]
-    desk.planner.integrity()
+    check_integrity(desk.planner)
 
 
 @pytest.mark.parametrize("shares_prefixes", [True, False])

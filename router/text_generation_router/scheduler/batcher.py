@@ -95,7 +95,8 @@ class Batcher:
         self._tokenizer = tokenizer
         self._entry_ids = count()
         self._batch_ids = count()
-        self._planner = Planner(limits)
+        self.planner = Planner(limits)
+        """Queue, rows and blocks; nobody else changes them."""
         # The shards' receipt for the rows that exist; None when there are none.
         self._batch: CachedBatch | None = None
         # A step that is done and recorded, but not delivered.
@@ -119,7 +120,7 @@ class Batcher:
         # Set when no more entries are taken, for ever: the error of new requests.
         self._refusal: Callable[[], RouterError] | None = None
         self._metrics = metrics
-        self._meter = Meter(metrics, self._planner, limits)
+        self._meter = Meter(metrics, self.planner, limits)
         self._delivery = Delivery(metrics, self._end)
         # How fast waiting entries are admitted, since the queue was last empty.
         self._admissions = EndingRate()
@@ -148,17 +149,17 @@ class Batcher:
         ]
         if not self._live:
             self._waiting_since = time.perf_counter()
-        if not self._planner.queue:
+        if not self.planner.queue:
             self._admissions.begin(time.perf_counter())
         for entry in entries:
             self._live[entry.id] = entry
-            self._planner.queue.append(entry)
+            self.planner.queue.append(entry)
         self._work.set()
         return entries
 
     def _check_fits(self, request: Request) -> None:
         num_tokens = len(request.input_ids) + request.stopping.max_new_tokens
-        allocator = self._planner.blocks.allocator
+        allocator = self.planner.blocks.allocator
         if allocator.num_blocks_for(num_tokens) > allocator.num_blocks:
             raise ValidationError(
                 "`inputs` tokens + `max_new_tokens` must be <= "
@@ -173,7 +174,7 @@ class Batcher:
 
     def queue_retry_s(self) -> int:
         """In how many whole seconds the present queue will be admitted, at the last rate."""
-        return self._admissions.retry_after_s(time.perf_counter(), len(self._planner.queue))
+        return self._admissions.retry_after_s(time.perf_counter(), len(self.planner.queue))
 
     @property
     def is_healthy(self) -> bool:
@@ -193,7 +194,7 @@ class Batcher:
         While steps succeed it does not ask: they are proof, and the answer would be late.
         """
         is_fresh = time.perf_counter() - self._last_success < FRESH_S
-        if self._is_healthy and is_fresh and self._planner.running:
+        if self._is_healthy and is_fresh and self.planner.running:
             return self.is_healthy
         try:
             await self._shards.health()
@@ -211,15 +212,6 @@ class Batcher:
             task.cancel()
             await asyncio.wait({task})
 
-    def integrity(self) -> None:
-        """Asserts, between any two steps, that no block and no entry is lost."""
-        self._planner.integrity()
-        undelivered = {} if self._reply is None else self._reply[0].plan.entries
-        queue = self._planner.queue
-        places = {entry.id for entry in queue} | self._planner.running.keys() | undelivered.keys()
-        assert set(self._live) <= places, "an entry is nowhere"
-        assert all(entry.id in self._live for entry in queue)
-
     # ---- The loop ----
 
     async def run(self) -> None:
@@ -232,7 +224,7 @@ class Batcher:
                 if step is not None:
                     self._ahead = await self._launch_ahead(step)
                     self._reply = await self._receive(step)
-                elif not self._planner.queue:
+                elif not self.planner.queue:
                     self._work.clear()
                     await self._work.wait()
         except asyncio.CancelledError:
@@ -250,7 +242,7 @@ class Batcher:
             self._stop()
             for call in self._calls:
                 call.cancel()
-            self._planner.sweep()
+            self.planner.sweep()
             self._task = None
 
     async def _launch_next(self) -> _Step | None:
@@ -259,7 +251,7 @@ class Batcher:
         No step is in flight here. Therefore blocks can be reused: the rows that held them are
         dropped before the next step is launched, which could write to them.
         """
-        planner = self._planner
+        planner = self.planner
         while True:
             await self._recover()
             planner.sweep()
@@ -286,12 +278,12 @@ class Batcher:
 
         No block is reused here: entries that end in `step` have no rows in the next one.
         """
-        if not self._planner.is_unchanged(step.plan):
+        if not self.planner.is_unchanged(step.plan):
             return None
         began = max(step.launched, self._last_success)
         if (wait_s := began + self._decode_s - AHEAD_S - time.perf_counter()) > 0:
             await asyncio.wait({step.call}, timeout=wait_s)
-        plan = None if step.call.done() else self._planner.plan_ahead(step.plan)
+        plan = None if step.call.done() else self.planner.plan_ahead(step.plan)
         return None if plan is None else self._launch(plan, step.batch_id, step.batch_id)
 
     def _launch(self, plan: Plan, batch_id: int, cached_id: int | None) -> _Step:
@@ -328,7 +320,7 @@ class Batcher:
         self._is_healthy = True
         began, self._last_success = max(step.launched, self._last_success), time.perf_counter()
         self._batch = result.batch
-        self._planner.settle(step.plan, result)
+        self.planner.settle(step.plan, result)
         if self._ahead is not None and (ended := result.ended):
             self._ahead = replace(self._ahead, plan=self._ahead.plan.without(ended))
         if step.plan.entries and not step.plan.chunks:
@@ -350,7 +342,7 @@ class Batcher:
         if entry.state is EntryState.ENDED:
             return
         if entry.state is EntryState.QUEUED:
-            self._planner.queue.remove(entry)
+            self.planner.queue.remove(entry)
         entry.state = EntryState.ENDED
         del self._live[entry.id]
         if error is not None:
@@ -362,14 +354,14 @@ class Batcher:
         while self._num_losses != shards.num_losses:
             await self._deliver_reply()
             self._batch, self._num_losses = None, shards.num_losses
-            lost, resumes = self._planner.lose_blocks(), self._resumes_streams
+            lost, resumes = self.planner.lose_blocks(), self._resumes_streams
             for entry, error in not_resumed(lost, shards.error, resumes, self._most_losses):
                 self._end(entry, error)
             await shards.wait()
 
     async def _drop_rows(self) -> bool:
         """Has the shards forget the rows of entries that no longer run; False if they are lost."""
-        batch, running = self._batch, self._planner.running
+        batch, running = self._batch, self.planner.running
         if batch is None or len(batch.request_ids) == len(running):
             return True
         started = time.perf_counter()
@@ -399,7 +391,7 @@ class Batcher:
         batch, entries = self._batch, step.plan.admitted
         if not entries or isinstance(error, LostStepError):
             self._batch, entries = None, list(step.plan.entries.values())
-        self._planner.is_closed = True
+        self.planner.is_closed = True
         self._fail(step.batch_id, entries, error)
         await self._clear(step.batch_id)
         if self._batch is None and batch is not None and batch.id != step.batch_id:
@@ -409,7 +401,7 @@ class Batcher:
         logger.error("Batch %d failed: %s", batch_id, error)
         self._is_healthy = False
         for entry in entries:
-            self._planner.release(entry)
+            self.planner.release(entry)
             self._end(entry, GenerationError(*error.args))
 
     async def _clear(self, batch_id: int) -> None:

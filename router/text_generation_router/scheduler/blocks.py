@@ -3,7 +3,7 @@
 The token at position p of a request is in slot p % block_size of `block_ids[p // block_size]`.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 # The blocks of one request, in order of position; changed by the BlockAllocator alone. The first
@@ -94,16 +94,6 @@ class BlockAllocator:
         """Marks a block that a table holds: its tokens can be reused from now on."""
         assert self._num_tables[block_id] and block_id not in self._kept
         self._kept.add(block_id)
-
-    def integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Asserts that `tables` are all tables: reference counts are right, and blocks without a
-        table are free or, if kept, idle."""
-        held = Counter(block_id for table in tables for block_id in set(table))
-        counts = [held[block_id] for block_id in range(self.num_blocks)]
-        assert counts == self._num_tables, "blocks lost or held twice"
-        unheld = [block_id for block_id, count in enumerate(counts) if not count]
-        assert sorted([*self._free, *self._idle]) == unheld, "blocks lost or held twice"
-        assert self._idle.keys() <= self._kept and not self._kept.intersection(self._free)
 
     def _take(self) -> int:
         if self._free:

@@ -128,10 +128,3 @@ class EntryBlocks:
         assert entry.block_table is not None
         self.allocator.release(entry.block_table)
         entry.block_table = entry.chain = None
-
-    def integrity(self, entries: Iterable[Entry]) -> None:
-        """Asserts that these entries, and no other ones, hold blocks, and that none is lost."""
-        self.cache.integrity()
-        tables = [entry.block_table for entry in entries]
-        assert None not in tables
-        self.allocator.integrity([table for table in tables if table is not None])

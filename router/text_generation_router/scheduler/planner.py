@@ -57,13 +57,6 @@ class Queue:
         assert self._entries[place] is entry, "it is not in the queue"
         del self._entries[place]
 
-    def integrity(self) -> None:
-        """Asserts the invariants of the class."""
-        ranks = [entry.rank for entry in self._entries]
-        assert ranks == sorted(set(ranks)), "the queue is out of order"
-        for entry in self._entries:
-            assert entry.state is EntryState.QUEUED and entry.block_table is None
-
 
 class Planner:
     """Owns queue, blocks, prefix cache and the running entries.
@@ -363,18 +356,6 @@ class Planner:
             self.queue.append(entry)
         self.blocks.clear()
         return lost
-
-    def integrity(self) -> None:
-        """Asserts, between any two steps, that no block and no entry is lost."""
-        self.queue.integrity()
-        self.blocks.integrity(self.running.values())
-        ranks = [entry.rank for entry in self.running.values()]
-        assert ranks == sorted(set(ranks))
-        assert len(self.running) <= self._limits.max_batch_size
-        for entry in self.running.values():
-            assert entry.num_computed < entry.num_tokens <= entry.max_context
-            if entry.num_computed >= entry.num_inputs:
-                assert entry.num_computed == entry.num_tokens - 1
 
 
 def _unfinished(entries: Iterable[Entry], chunks: Mapping[int, int]) -> set[int]:

@@ -110,12 +110,6 @@ class PrefixCache:
                 node = self._add((chain.tail, tokens), block_id)
             chain.tail, chain.num_blocks = node, chain.num_blocks + 1
 
-    def integrity(self) -> None:
-        """Asserts the invariants of the class."""
-        assert len(self._by_key) == len(self._by_block)
-        for key, node in self._by_key.items():
-            assert node.is_known and node.key is key and self._by_block[node.block_id] is node
-
     def _add(self, key: tuple[Hashable, Tokens], block_id: int) -> _Node:
         node = _Node(key, block_id)
         self._by_key[key] = self._by_block[block_id] = node

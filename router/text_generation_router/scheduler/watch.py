@@ -82,8 +82,6 @@ class WatchedShards:
         """The error of the last health check, which may name sockets; for the log."""
         self.num_losses = 0
         """How often shards were lost that can be replaced."""
-        self.num_restarts = 0
-        """How often new shards were connected."""
         self.error: GenerationError = LostStepError("The shards are lost")
         """Why the last ones were lost."""
         self.on_loss: Callable[[], None] = lambda: None
@@ -333,7 +331,6 @@ class WatchedShards:
             self._is_settled.set()
             self.on_loss()
             return
-        self.num_restarts += 1
         self._note_restart()
         logger.info("New shards have replaced the lost ones")
         self._serve_with(shards)
