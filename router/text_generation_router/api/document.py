@@ -1,7 +1,8 @@
 """The OpenAPI document: FastAPI's own, with examples and the headers of request options."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -129,11 +130,12 @@ def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_
                     operation.pop("security", None)
         if not are_keys_asked_for:
             document["components"].pop("securitySchemes", None)
-        for path, method in _documented(routers):
-            headers = [_TIMEOUT_HEADER]
-            if path not in _NOT_QUEUED:
-                headers.append(_PRIORITY_HEADER)
-            paths[path][method].setdefault("parameters", []).extend(headers)
+        for route in chain.from_iterable(router.routes for router in routers):
+            if isinstance(route, JsonRoute) and route.include_in_schema:
+                headers = [_TIMEOUT_HEADER]
+                if route.path_format not in _NOT_QUEUED:
+                    headers.append(_PRIORITY_HEADER)
+                paths[route.path_format]["post"].setdefault("parameters", []).extend(headers)
         for name in _FOREIGN_ERRORS:
             document["components"]["schemas"].pop(name, None)
         return document
@@ -149,12 +151,3 @@ def _add_examples(path: str, method: str, operation: Json) -> None:
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path" and parameter["name"] in PARAMETERS:
             parameter["example"], parameter["description"] = PARAMETERS[parameter["name"]]
-
-
-def _documented(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:
-    """Path and method of the documented routes that read the headers of request options."""
-    for router in routers:
-        for route in router.routes:
-            if isinstance(route, JsonRoute) and route.include_in_schema:
-                for method in route.methods or ():
-                    yield route.path_format, method.lower()

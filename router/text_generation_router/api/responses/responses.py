@@ -35,13 +35,9 @@ class ResponseRun:
     numbers of the events."""
 
     def __init__(self, body: ResponsesRequest, services: Services) -> None:
+        self._body = body
         self._services = services
         self._conversation = conversation_of(body)
-        self._is_stream = bool(body.stream)
-        self._has_logprobs = body.wants_logprobs
-        self._tools = tuple(served_tools(body.tools or ()))
-        self._has_encrypted_reasoning = body.wants_encrypted_reasoning
-        self._num_top_logprobs = body.top_logprobs or 0
         self._trail = TokenTrail()
         self._response = _envelope(body, services)
         self._number = 0
@@ -76,9 +72,10 @@ class ResponseRun:
 
     async def _events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
-        writer = OutputWriter(self._tools, self._has_encrypted_reasoning)
+        body = self._body
+        writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
         async with self._services.chat.start(self._conversation) as (generation,):
-            if not self._is_stream:
+            if not body.stream:
                 generation.hide()
             yield self._created()
             async for steps in generation:
@@ -92,7 +89,7 @@ class ResponseRun:
         return [self._event("created"), self._event("in_progress")]
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
-        if self._has_logprobs:
+        if self._body.wants_logprobs:
             for output in step.outputs:
                 self._trail.add(output.token, output.top_tokens)
         made: list[Json] = []
@@ -102,10 +99,10 @@ class ResponseRun:
 
     def _logprobs(self, event: ChatEvent) -> list[Json]:
         """Those of the tokens of a piece of text, if requested."""
-        if not self._has_logprobs or not (tokens := tokens_of(event, self._trail)):
+        if not self._body.wants_logprobs or not (tokens := tokens_of(event, self._trail)):
             return []
-        found = chat_logprobs(tokens, self._num_top_logprobs, self._services.tokenizer)["content"]
-        assert isinstance(found, list)
+        num_top, tokenizer = self._body.top_logprobs or 0, self._services.tokenizer
+        found: list[Json] = chat_logprobs(tokens, num_top, tokenizer)["content"]
         return found
 
     def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
