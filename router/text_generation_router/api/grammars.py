@@ -21,10 +21,6 @@ class JsonGrammarBody(Body):
         description="The schema.", examples=[{"properties": {"name": {"type": "string"}}}]
     )
 
-    def to_grammar(self) -> Grammar:
-        """The same without pydantic."""
-        return schema_grammar(self.value)
-
 
 class NamedSchemaBody(Body):
     """A JSON schema in OpenAI's form. `name` and `strict` change nothing: it is always followed."""
@@ -52,12 +48,6 @@ class SchemaGrammarBody(Body):
             raise ValueError("one of `json_schema` and `value` must be given")
         return self
 
-    def to_grammar(self) -> Grammar:
-        """The same without pydantic."""
-        given = self.value or self.json_schema
-        assert given is not None
-        return schema_grammar(given.schema_)
-
 
 class WrittenGrammarBody(Body):
     """A regular expression that the whole text matches, or a grammar in llguidance's Lark."""
@@ -67,18 +57,11 @@ class WrittenGrammarBody(Body):
         description="The regular expression or the grammar.", examples=["[0-9]{3}-[a-z]+"]
     )
 
-    def to_grammar(self) -> Grammar:
-        """The same without pydantic."""
-        return Grammar(self.type, self.value)
-
 
 class TextFormatBody(Body):
     """Any text."""
 
     type: Literal["text"]
-
-    def to_grammar(self) -> None:
-        """There is none."""
 
 
 class JsonFormatBody(Body):
@@ -94,16 +77,10 @@ class JsonFormatBody(Body):
         description="The schema as LangChain sends it. Default: any object.",
     )
 
-    def to_grammar(self) -> Grammar:
-        """The same without pydantic."""
-        given = self.schema_ if self.value is None else self.value
-        return schema_grammar(ANY_OBJECT if given is None else given)
-
 
 GrammarBody = Annotated[
     JsonGrammarBody | SchemaGrammarBody | WrittenGrammarBody, Field(discriminator="type")
 ]
-# `response_format` of OpenAI's routes: `None` or its `to_grammar()` is the request's grammar.
 ResponseFormatBody = Annotated[
     TextFormatBody | JsonFormatBody | SchemaGrammarBody | WrittenGrammarBody,
     Field(discriminator="type"),
@@ -114,3 +91,21 @@ def schema_grammar(schema: JsonSchema | str) -> Grammar:
     """The grammar of a schema, or of a text that holds one."""
     source = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
     return Grammar("json_schema", source)
+
+
+def grammar_of(given: GrammarBody | ResponseFormatBody | None) -> Grammar | None:
+    """The grammar of a request; None: any text."""
+    match given:
+        case JsonGrammarBody():
+            return schema_grammar(given.value)
+        case SchemaGrammarBody():
+            named = given.value or given.json_schema
+            assert named is not None
+            return schema_grammar(named.schema_)
+        case WrittenGrammarBody():
+            return Grammar(given.type, given.value)
+        case JsonFormatBody():
+            schema = given.schema_ if given.value is None else given.value
+            return schema_grammar(ANY_OBJECT if schema is None else schema)
+        case _:
+            return None

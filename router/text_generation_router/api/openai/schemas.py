@@ -18,7 +18,7 @@ from text_generation_router.api.fields import (
     ServiceTier,
     priority_of,
 )
-from text_generation_router.api.grammars import ResponseFormatBody
+from text_generation_router.api.grammars import ResponseFormatBody, grammar_of
 from text_generation_router.api.openai.vllm import VllmBody, VllmChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import (
@@ -223,7 +223,7 @@ class CompletionRequest(VllmBody, SamplingBody):
             add_special_tokens=self.add_special_tokens is not False,
             decoder_input_details=bool(self.echo) and self.logprobs is not None,
             top_n_tokens=self.logprobs,
-            grammar=None if self.response_format is None else self.response_format.to_grammar(),
+            grammar=grammar_of(self.response_format),
         )
         return self.extended(asked)
 
@@ -313,19 +313,17 @@ class ChatRequest(VllmChatBody, SamplingBody):
             raise ValueError(f"must not set `{taken[0]}`")
         return given
 
-    @property
-    def _template_kwargs(self) -> dict[str, Any]:
-        given = self.chat_template_kwargs or {}
-        return given if self.documents is None else given | {"documents": self.documents}
-
     def to_conversation(self) -> Conversation:
         """The same without pydantic."""
         limit = self.max_completion_tokens
+        variables = self.chat_template_kwargs or {}
+        if self.documents is not None:
+            variables = variables | {"documents": self.documents}
         parameters = replace(
             self.sampling(),
             max_new_tokens=self.max_tokens if limit is None else limit,
             top_n_tokens=self.top_logprobs,
-            grammar=None if self.response_format is None else self.response_format.to_grammar(),
+            grammar=grammar_of(self.response_format),
             priority=priority_of(self.service_tier),
         )
         return Conversation(
@@ -335,7 +333,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
             tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             tool_prompt=self.tool_prompt,
-            template_kwargs=self._template_kwargs,
+            template_kwargs=variables,
             add_special_tokens=bool(self.add_special_tokens),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.fields import IGNORED, Hint
-from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, schema_grammar
+from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, grammar_of, schema_grammar
 from text_generation_router.fields import (
     NOT_SUPPORTED,
     Body,
@@ -64,10 +64,10 @@ _FORMS: dict[str, Callable[[Any], Grammar]] = {
 
 def _grammar_of(name: str, given: Any) -> Grammar | None:
     """What a field asks for: one of `_GUIDED`, or `response_format`."""
+    if isinstance(given, StructuredOutputsBody):
+        return given.to_grammar()
     form = _FORMS.get(name.removeprefix("guided_"))
-    if given is None or form is None:
-        return None if given is None else given.to_grammar()
-    return form(given)
+    return grammar_of(given) if given is None or form is None else form(given)
 
 
 def _not_to_nothing(given: int) -> int:
@@ -214,16 +214,11 @@ class VllmBody(Body):
         """Whether an answer says what ended it: only where there is something that could."""
         return bool(self.stop_token_ids) or bool(getattr(self, "stop", None))
 
-    @property
-    def guide(self) -> Grammar | None:
-        """What the text has to look like, by those of vLLM's fields that say so: they agree."""
-        asked = (_grammar_of(name, getattr(self, name)) for name in _GUIDED)
-        return next(filter(None, asked), None)
-
     def extended(self, asked: GenerateParameters) -> GenerateParameters:
         """The parameters, and what these fields ask for."""
         best = asked.top_n_tokens, self.prompt_logprobs
         least = self.min_tokens or 0
+        guides = (_grammar_of(name, getattr(self, name)) for name in _GUIDED)
         return replace(
             asked,
             # Nothing is drawn where the best token is taken.
@@ -237,7 +232,8 @@ class VllmBody(Body):
             truncate=self.truncate_prompt_tokens,
             decoder_input_details=asked.decoder_input_details or self.prompt_logprobs is not None,
             top_n_tokens=max((number for number in best if number is not None), default=None),
-            grammar=self.guide if asked.grammar is None else asked.grammar,
+            # All that are given agree.
+            grammar=next(filter(None, guides), asked.grammar),
             priority=asked.priority if self.priority is None else -self.priority,
         )
 

@@ -9,7 +9,7 @@ from text_generation_router.api.fields import (
     TOP_P,
     TYPICAL_P,
 )
-from text_generation_router.api.grammars import GrammarBody
+from text_generation_router.api.grammars import GrammarBody, grammar_of
 from text_generation_router.fields import (
     Body,
     CacheSalt,
@@ -126,8 +126,7 @@ class GenerateRequest(Body):
         if given["return_full_text"] is None:
             given["return_full_text"] = return_full_text
         given["stop"] = tuple(self.parameters.stop)
-        grammar = self.parameters.grammar
-        given["grammar"] = None if grammar is None else grammar.to_grammar()
+        given["grammar"] = grammar_of(self.parameters.grammar)
         given["logit_bias"] = tuple(
             (int(key), bias) for key, bias in (self.parameters.logit_bias or {}).items()
         )
