@@ -2,7 +2,7 @@
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -21,7 +21,7 @@ from text_generation_router.api.anthropic import errors as anthropic_errors
 from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.errors import respond_as_openai, respond_as_tgi
-from text_generation_router.api.keys import DocsBehindKey
+from text_generation_router.api.keys import docs_behind_key
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
 from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
@@ -99,11 +99,11 @@ def create_app(
     app.state.routers = (*clouds.aip_routers(config), *ROUTERS)
     for router in app.state.routers:
         app.include_router(router)
-    app.add_api_route("/docs/", _docs, include_in_schema=False)
+    app.add_api_route("/docs/", lambda: RedirectResponse("/docs"), include_in_schema=False)
     complete_openapi(app, app.state.routers, keys.are_asked_for)
     _add_error_handlers(app, config)
     if keys.are_asked_for and not config.public_docs:
-        app.add_middleware(DocsBehindKey, refuse=partial(_respond, config=config))
+        app.add_middleware(docs_behind_key, refuse=partial(_respond, config=config))
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
@@ -112,19 +112,14 @@ def create_app(
         allow_headers=["*"],
     )
     if config.prometheus_port is not None:
-        app.add_middleware(MetricsPort, port=config.prometheus_port)
+        app.add_middleware(metrics_only, port=config.prometheus_port)
     let_streams_finish()
     return app
 
 
 def create_refusal(config: RouterConfig) -> ASGIApp:
     """Answers all requests with 503, in the error form of the path's API, during shutdown."""
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        response = _respond(Request(scope), ShuttingDownError(), config)
-        await response(scope, receive, send)
-
-    return refuse
+    return _answering(lambda request: _respond(request, ShuttingDownError(), config))
 
 
 def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
@@ -132,35 +127,34 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
     requests with 503, in the error form of the path's API."""
     health_paths = {"/", "/ping", "/health", config.aip_health_route}
 
+    def respond(request: Request) -> Response:
+        path = request.url.path
+        if path in PROBES and request.method in ("GET", "HEAD"):
+            return info.probe_answer(state, path == "/livez")
+        is_health = path in health_paths
+        return _respond(
+            request, UnhealthyError() if is_health else StartingError(state.phase), config
+        )
+
+    return _answering(respond)
+
+
+def _answering(respond: Callable[[Request], Response]) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if path in PROBES and scope["method"] in ("GET", "HEAD"):
-            response = info.probe_answer(state, path == "/livez")
-        elif path in health_paths:
-            response = _respond(Request(scope), UnhealthyError(), config)
-        else:
-            response = _respond(Request(scope), StartingError(state.phase), config)
-        await response(scope, receive, send)
+        await respond(Request(scope))(scope, receive, send)
 
     return answer
 
 
-class MetricsPort:
-    """On the Prometheus port, answers only /metrics."""
+def metrics_only(app: ASGIApp, port: int) -> ASGIApp:
+    """The same, of which this port has /metrics only."""
 
-    def __init__(self, app: ASGIApp, port: int) -> None:
-        self._app = app
-        self._port = port
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_here = scope["type"] == "http" and scope["server"][1] == port
+        is_hidden = is_here and scope["path"] != "/metrics"
+        await (Response(status_code=404) if is_hidden else app)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["server"][1] == self._port
-            and scope["path"] != "/metrics"
-        ):
-            await Response(status_code=404)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+    return answer
 
 
 @asynccontextmanager
@@ -175,10 +169,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         await services.batcher.close()
         await asyncio.gather(run, return_exceptions=True)
-
-
-async def _docs() -> RedirectResponse:
-    return RedirectResponse("/docs")
 
 
 def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:

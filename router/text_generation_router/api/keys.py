@@ -50,21 +50,19 @@ NEEDS_KEY: list[Any] = [
 """The dependencies of a router whose routes are behind the API keys."""
 
 
-class DocsBehindKey:
-    """Puts the documentation behind the API keys."""
+def docs_behind_key(app: ASGIApp, refuse: Callable[[Request, Exception], Response]) -> ASGIApp:
+    """The same with the documentation behind the API keys."""
 
-    def __init__(self, app: ASGIApp, refuse: Callable[[Request, Exception], Response]) -> None:
-        self._app = app
-        self._refuse = refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._app
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        answering = app
         if scope["type"] == "http" and scope["path"].startswith(_DOCS):
             try:
                 check_key(scope)
             except HTTPException as error:
-                answer = self._refuse(Request(scope), error)
-        await answer(scope, receive, send)
+                answering = refuse(Request(scope), error)
+        await answering(scope, receive, send)
+
+    return answer
 
 
 def check_key(scope: Scope) -> None:
