@@ -1,6 +1,5 @@
 """POST /v1/chat/completions, the next message of a conversation, and /chat_tokenize, its prompt."""
 
-import asyncio
 import secrets
 import string
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -254,9 +253,7 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
         async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
                 steps[index] += new
-    if entries.are_many:
-        return await asyncio.to_thread(_whole, body, conversation, generations, steps, services)
-    return _whole(body, conversation, generations, steps, services)
+    return await entries.answered(lambda: _whole(body, conversation, generations, steps, services))
 
 
 def _whole(

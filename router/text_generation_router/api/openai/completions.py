@@ -23,7 +23,7 @@ from text_generation_router.api.openai.answers import (
     Completion,
     CompletionChunk,
 )
-from text_generation_router.api.openai.schemas import CompletionRequest
+from text_generation_router.api.openai.schemas import CompletionRequest, prompts_of
 from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.routes import (
     ServicesDependency,
@@ -79,18 +79,17 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
         for prompt in prompts
     )
     results = await gather_or_cancel(work)
-    if entries.are_many:
-        return await asyncio.to_thread(_answer, body, prompts, results, services)
-    return _answer(body, prompts, results, services)
+    return await entries.answered(lambda: _answer(body, prompts, results, services))
 
 
 async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     """The prompts with their parameters. Raises RequestError for more than the server allows."""
     several = "best_of" if body.best_of else "n" if body.n else "prompt"
-    stream.check_num_sequences(len(body.prompts) * body.num_candidates, several, services)
+    given = prompts_of(body.prompt)
+    stream.check_num_sequences(len(given) * body.num_candidates, several, services)
     asked = body.parameters()
     prompts: list[Prompt] = []
-    for prompt in body.prompts:
+    for prompt in given:
         if prompt == "":
             ids = await first_ids(services.tokenizer)
             prompts.append(Prompt("", replace(asked, input_ids=ids)))

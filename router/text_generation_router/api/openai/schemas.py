@@ -232,11 +232,6 @@ class CompletionRequest(VllmBody, SamplingBody):
         """How many texts are generated for one prompt; at least `num_sequences`."""
         return self.num_sequences if self.best_of is None else self.best_of
 
-    @property
-    def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, texts or ids."""
-        return prompts_of(self.prompt)
-
 
 # Arguments of `ChatTemplate.render` that a request does not give as template variables.
 _OWN_VARIABLES = frozenset(

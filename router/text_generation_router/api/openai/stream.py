@@ -152,10 +152,9 @@ class PromptEntries:
         self._field = field
         self._num = 0
 
-    @property
-    def are_many(self) -> bool:
-        """Whether a thread should make the answer, so that streams do not wait."""
-        return self._num > _FEW_ENTRIES
+    async def answered(self, make: Callable[[], Item]) -> Item:
+        """The answer; a thread makes one with many entries, so that streams do not wait."""
+        return make() if self._num <= _FEW_ENTRIES else await asyncio.to_thread(make)
 
     def add(self, prompt_tokens: int) -> None:
         """One more prompt. Raises RequestError where the answer would have too many."""
