@@ -162,19 +162,28 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self._waiter.shutdown(wait=True, cancel_futures=True)
 
     def _compute(
-        self, number: int, begin: Callable[[], "Begun | None"], step: StepInput
+        self,
+        method: str,
+        request: pb.PrefillRequest | pb.DecodeRequest,
+        begin: Callable[[], "Begun | None"],
+        step: StepInput,
     ) -> "asyncio.Future[pb.StepResponse]":
-        """Compute a step in the device thread. A device that runs behind is awaited in another
-        thread, so that the device thread can launch the next step."""
+        """Compute the step of a call in the device thread. A device that runs behind is awaited in
+        another thread, so that the device thread can launch the next step."""
+        number = request.number
         if self._engine.runs_behind:
             # A launched step is collected even if its call is cancelled.
-            return asyncio.shield(self._compute_behind(number, begin))
+            answer = asyncio.shield(self._compute_behind(number, begin))
+        else:
 
-        def compute() -> pb.StepResponse:
-            return self._batch.finish(begin(), number)
+            def compute() -> pb.StepResponse:
+                return self._batch.finish(begin(), number)
 
-        undo = partial(self._engine.align_after_failure, step)
-        return self._messages.run(number, compute, step.is_ahead, undo)
+            undo = partial(self._engine.align_after_failure, step)
+            answer = self._messages.run(number, compute, step.is_ahead, undo)
+        if self._tracing is not None and request.trace_context:
+            self._tracing.follow(answer, method, request.trace_context)
+        return answer
 
     async def _compute_behind(
         self, number: int, begin: Callable[[], "Begun | None"]
@@ -246,24 +255,17 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         def measured() -> pb.WarmupResponse:
             self._batch.clear(None)
             result = warm_up(self._engine, request)
-            result.rank_deadline_ms = math.ceil(self._set_deadline(result, request) * 1000)
+            if self._engine.world.size > 1:
+                is_cpu = self._engine.device.name == "cpu"
+                wanted_s = self._config.step_deadline or deadline_of_ranks(result, request, is_cpu)
+                deadline_s = self._engine.world.collectives.wait_at_most(wanted_s)
+                result.rank_deadline_ms = math.ceil(deadline_s * 1000)
             return result
 
         result = await self._messages.run(request.number, measured)
         if self._follows_grammars:
             self._grammars.start()
         return result
-
-    def _set_deadline(self, result: pb.WarmupResponse, limits: pb.WarmupRequest) -> float:
-        """Set and return the seconds to wait for other ranks in a step; 0 with one rank."""
-        world = self._engine.world
-        if world.size == 1:
-            return 0.0
-        deadline_s = self._config.step_deadline
-        if deadline_s is None:
-            is_cpu = self._engine.device.name == "cpu"
-            deadline_s = deadline_of_ranks(result, limits, is_cpu)
-        return world.collectives.wait_at_most(deadline_s)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
         """Compute the prompts of new requests, and advance the batch they join."""
@@ -277,10 +279,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             self._messages.abandon(number, error)
             raise
         begin = partial(self._batch.prefill, request.batch.id, cached, step)
-        answer = self._compute(number, begin, step)
-        if self._tracing is not None and request.trace_context:
-            self._tracing.follow(answer, "Prefill", request.trace_context)
-        return await answer
+        return await self._compute("Prefill", request, begin, step)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
@@ -341,10 +340,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
                     self._messages.abandon(number, error)
                     raise
                 begin = partial(self._batch.decode, list(request.batch_ids), step)
-                answer = self._compute(number, begin, step)
-                if self._tracing is not None and request.trace_context:
-                    self._tracing.follow(answer, "Decode", request.trace_context)
-                steps.put_nowait(answer)
+                steps.put_nowait(self._compute("Decode", request, begin, step))
         finally:
             steps.put_nowait(None)
 

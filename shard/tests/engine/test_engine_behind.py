@@ -231,7 +231,9 @@ async def test_a_step_whose_call_ended_is_collected(driver: Driver, tiny_model_p
 
     batch.finish = tell  # type: ignore[method-assign]
     step = StepInput([request], runs_on=False)
-    call = service._compute(0, partial(batch.prefill, 7, None, step), step)
+    call = service._compute(
+        "Prefill", pb.PrefillRequest(), partial(batch.prefill, 7, None, step), step
+    )
     await asyncio.sleep(0)
     call.cancel()
     assert await asyncio.to_thread(is_collected.wait, 20)

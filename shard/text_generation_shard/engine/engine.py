@@ -18,7 +18,7 @@ from text_generation_proto import pb
 from text_generation_shard.device.base import Device, Launched, ScheduledTokens
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.ngram import Drafter
-from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
+from text_generation_shard.engine.out_of_memory import unless_short
 from text_generation_shard.engine.output import Computed, verify, write
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
@@ -39,8 +39,9 @@ class StepHandle:
     """A launched step. The engine sets its outcome."""
 
     def __init__(
-        self, engine: "Engine", plan: Plan, launched: Launched, began_ns: int, admit_ns: int
+        self, engine: "Engine", plan: Plan, launched: Launched | None, began_ns: int, admit_ns: int
     ) -> None:
+        """launched: None if there was no memory for it, or for a step that it depends on."""
         self.plan, self.launched = plan, launched
         self.began_ns, self.admit_ns = began_ns, admit_ns
         self.outcome: pb.StepResponse | BaseException | None = None
@@ -48,7 +49,7 @@ class StepHandle:
 
     def wait(self) -> None:
         """Wait until `result` returns almost at once. From any thread."""
-        if self.outcome is None:
+        if self.outcome is None and self.launched is not None:
             self.launched.wait()
 
     def result(self) -> pb.StepResponse:
@@ -180,7 +181,7 @@ class Engine:
             self._table.release(rows)
             raise
         self._table.advance(plan.computed)
-        handle = StepHandle(self, plan, launched or NotLaunched(), began, admitted - taking)
+        handle = StepHandle(self, plan, launched, began, admitted - taking)
         self._in_flight.append(handle)
         if launched is None:
             self.collect(handle)
@@ -233,9 +234,8 @@ class Engine:
                 # A grammar replaced a token that the device used as an input: launch again.
                 plan.catch_up()
                 table.rewind(plan.computed)
-                handle.launched = NotLaunched()
-                launched = self._unless_short(partial(self._runner.launch, plan))
-                handle.launched = launched or handle.launched
+                handle.launched = None
+                handle.launched = self._unless_short(partial(self._runner.launch, plan))
                 table.advance(plan.computed)
         except BaseException as error:
             self._in_flight.popleft()
@@ -268,16 +268,19 @@ class Engine:
         results are dropped: their inputs were never chosen."""
         steps = [failed, *self._in_flight]
         for handle in steps[1:]:
-            with suppress(Exception):
-                unless_short(handle.launched.result)
+            if handle.launched is not None:
+                with suppress(Exception):
+                    unless_short(handle.launched.result)
         for handle in reversed(steps):
-            handle.launched, plan = NotLaunched(), handle.plan
+            handle.launched, plan = None, handle.plan
             self._table.rewind(out_of_memory.without(plan.computed, plan.ended_rows()))
         return steps
 
-    def _finish(self, handle: StepHandle) -> pb.StepResponse:
-        """Wait for a step, and write its results."""
-        launched, handle.launched = handle.launched, NotLaunched()
+    def _finish(self, handle: StepHandle) -> pb.StepResponse | None:
+        """Wait for a step, and write its results; None if it was not launched."""
+        launched, handle.launched = handle.launched, None
+        if launched is None:
+            return None
         part = self._computed(handle.plan, launched)
         return self._complete(self._write(part), handle, part.done_ns)
 

@@ -6,7 +6,7 @@ This module decides how to cut a step; the engine computes.
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +20,6 @@ OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 """Errors of a step that ran out of memory; the device can go on."""
 
 _T = TypeVar("_T")
-
-
-class NotLaunched:
-    """See `Launched`: a step that ran out of memory, or that depends on one that did."""
-
-    def wait(self) -> None:
-        """See Launched."""
-
-    def result(self) -> NoReturn:
-        """See Launched."""
-        raise MemoryError("the step was not computed: there was no memory for it")
 
 
 def unless_short(compute: Callable[[], _T]) -> _T | None:

@@ -92,7 +92,9 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) 
     rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
 
     def run_largest() -> None:
-        longest = longest_context(limits, config.max_position)
+        # Of one request: the size of the cache is not known yet.
+        longest = limits.max_total_tokens or config.max_position
+        longest = max(2, min(longest, limits.max_batch_total_tokens or longest))
         try:
             # All rows share one block.
             _allocate(engine, shape, 1)
@@ -110,12 +112,6 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) 
     workspace = attention.workspace_bytes(shape)
     estimate = activation_bytes(config, engine.device.dtype, limits) + workspace
     return engine.device.free_bytes(estimate, run_largest)
-
-
-def longest_context(limits: pb.WarmupRequest, max_position: int) -> int:
-    """Tokens of the longest possible request, before the size of the cache is known."""
-    longest = limits.max_total_tokens or max_position
-    return max(2, min(longest, limits.max_batch_total_tokens or longest))
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: pb.WarmupRequest) -> int:
