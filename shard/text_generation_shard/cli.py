@@ -32,14 +32,8 @@ class _LineFormatter(logging.Formatter):
             message = f"{message}\n{self.formatException(record.exc_info)}"
         target = record.name.partition(".")[0]
         if self._json_output:
-            return json.dumps(
-                {
-                    "timestamp": moment,
-                    "level": record.levelname,
-                    "target": target,
-                    "message": message,
-                }
-            )
+            line = {"timestamp": moment, "level": record.levelname, "target": target}
+            return json.dumps({**line, "message": message})
         return f"{moment} {record.levelname:>5} {target}: {message}"
 
 

@@ -203,7 +203,7 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
         tokens["errors"] = await shards.all("Prefill", shards.prefill(unlucky, 1, **grown))
         grown = {"speculate": 3}
         # What they draft next must be the same.
-        states = [vars(rank._engine._planner._drafter) for rank in shards.ranks]
+        states = [vars(rank._engine._drafter) for rank in shards.ranks]
         for name in ("_rate", "_backoff", "_last_backoff", "_misses"):
             assert states[0][name].tolist() == states[1][name].tolist()
     answer = note(await shards.all("Prefill", shards.prefill(second, 1, **grown)))

@@ -142,9 +142,10 @@ class Engine:
             is_stopping=self._is_stopping,
             unused_ids=self.device.upload([unused])[0] if len(unused) else None,
         )
+        self._drafter = Drafter(capacity, agree=self.world.broadcast)
         self._planner = Planner(
             fixed=self._fixed,
-            drafter=Drafter(capacity, agree=self.world.broadcast),
+            drafter=self._drafter,
             masks=self._masks,
             max_prefill_tokens=max_prefill_tokens,
         )
@@ -195,7 +196,10 @@ class Engine:
         """Collect the steps in flight that must end before this one is launched."""
         may_run_behind = (
             self.runs_behind
-            and self._planner.may_run_behind(step)
+            # It can be planned without the tokens of the previous step, and grammars are unlikely
+            # to replace those.
+            and not (step.speculate or self._table.driven)
+            and self.model.recompute_at is None
             # After draft tokens a row's length is known only with its tokens.
             and all(other.plan.samples.is_single for other in self._in_flight)
         )
@@ -327,7 +331,8 @@ class Engine:
         """Write results into the row table, and release the rows that ended."""
         samples = part.plan.samples
         if part.counts and not samples.is_single:
-            self._planner.learn(samples, np.array(part.counts) - 1)
+            drafted = samples.ends - samples.firsts - 1
+            self._drafter.learn(samples.owners, drafted, np.array(part.counts) - 1)
         return write(part, self._table)
 
     def _complete(
@@ -377,7 +382,7 @@ class Engine:
         for request_id, block in step.grown:
             with suppress(BatchError):
                 self._table.grow_once(request_id, block)
-        self._planner.forget_draft_tokens()
+        self._drafter.forget_all()
 
     def stop(self) -> None:
         """From any thread: fail a step before its next pass, and any wait for other ranks."""

@@ -100,15 +100,9 @@ def write(computed: Computed, table: RowTable) -> pb.StepResponse:
         request_ids = output.generations.request_ids
         for row, request_id in zip(samples.owners.tolist(), request_ids, strict=True):
             if (found := table.prompt_logprobs.pop(row, None)) is not None:
-                output.prefill_logprobs.add(
-                    request_id=request_id, logprobs=found.logprobs, ranks=found.ranks
-                )
-                if found.top_token_ids:
-                    output.prefill_top_tokens.add(
-                        request_id=request_id,
-                        token_ids=found.top_token_ids,
-                        logprobs=found.top_token_logprobs,
-                    )
+                output.prefill_logprobs.append(found.own)
+                if found.best.token_ids:
+                    output.prefill_top_tokens.append(found.best)
             if (of_prompt := table.pooled_outputs.pop(row, None)) is not None:
                 if pooled := of_prompt.pooled():
                     output.pooled_prompts.add(request_id=request_id, values=pooled)

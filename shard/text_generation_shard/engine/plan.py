@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from text_generation_proto import pb
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
@@ -134,7 +135,8 @@ class Plan:
                 # Empty if this step runs behind the one that completes the input.
                 if len(targets) == 0:
                     continue
-                found = self.prompt_logprobs.setdefault(row, PromptLogprobs())
+                none = PromptLogprobs(pb.PrefillLogprobs(), pb.PrefillTopTokens())
+                found = self.prompt_logprobs.setdefault(row, none)
                 num_top = table.top_n_tokens.get(row, 0)
                 for at in range(0, len(targets), LOGPROB_ROWS):
                     some = torch.from_numpy(targets[at : at + LOGPROB_ROWS])
@@ -147,12 +149,13 @@ class Plan:
         scores = torch.log_softmax(self._fixed.model.logits(hidden), dim=-1)
         own = scores.gather(1, wanted[:, None])
         ranks = 1 + (scores > own).sum(dim=1)
-        found = PromptLogprobs(own[:, 0].tolist(), ranks.tolist())
+        found = pb.PrefillLogprobs(logprobs=own[:, 0].tolist(), ranks=ranks.tolist())
+        best = pb.PrefillTopTokens()
         if num_top:
-            best = scores.topk(min(num_top, scores.shape[1]))
-            found.top_token_ids = best.indices.flatten().tolist()
-            found.top_token_logprobs = best.values.flatten().tolist()
-        return found
+            top = scores.topk(min(num_top, scores.shape[1]))
+            best.token_ids.extend(top.indices.flatten().tolist())
+            best.logprobs.extend(top.values.flatten().tolist())
+        return PromptLogprobs(found, best)
 
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
         """See StepPlan. Each position is sampled by itself; draft tokens are verified

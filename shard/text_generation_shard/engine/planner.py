@@ -21,7 +21,7 @@ from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 
 
 class Planner:
-    """Owns the drafter. Of the row table it changes only grown block tables and draft tokens."""
+    """Of the row table it changes only grown block tables and draft tokens."""
 
     def __init__(
         self,
@@ -37,11 +37,6 @@ class Planner:
         self._drafter, self._masks = drafter, masks
         self._max_prefill_tokens = max_prefill_tokens
         self._recompute_at = fixed.model.recompute_at
-
-    def may_run_behind(self, step: StepInput) -> bool:
-        """Whether a step can be planned without the tokens of the previous one, and grammars are
-        unlikely to replace those tokens."""
-        return not (step.speculate or self._table.driven) and self._recompute_at is None
 
     def plan(self, step: StepInput, rows: Sequence[int], before: SampledPositions | None) -> Plan:
         """The whole step, in one pass unless its inputs are too long; BatchError if it is invalid.
@@ -130,14 +125,6 @@ class Planner:
             return limits
 
         return self._drafter.draft(table, rows, limits_of, price)
-
-    def forget_draft_tokens(self) -> None:
-        """Reset the acceptance rates of all rows."""
-        self._drafter.forget_all()
-
-    def learn(self, samples: SampledPositions, right: Ints) -> None:
-        """The first `right` [R] draft tokens of each row were right."""
-        self._drafter.learn(samples.owners, samples.ends - samples.firsts - 1, right)
 
     def part(self, scheduled: ScheduledTokens) -> Plan:
         """One part of a planned step; no other step is in flight."""

@@ -89,7 +89,10 @@ class RowTable:
         if constraint:
             self.constraints[row] = constraint
         if request.prefill_logprobs:
-            self.prompt_logprobs[row] = PromptLogprobs([float("nan")])
+            self.prompt_logprobs[row] = PromptLogprobs(
+                pb.PrefillLogprobs(request_id=request.id, logprobs=[float("nan")]),
+                pb.PrefillTopTokens(request_id=request.id),
+            )
         if request.pooling or request.score_token_ids:
             self.pooled_outputs[row] = PooledOutput(request)
         self.running = np.append(self.running, row)

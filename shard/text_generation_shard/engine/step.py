@@ -127,23 +127,17 @@ class StepInput:
         )
 
 
-@dataclass(slots=True)
-class PromptLogprobs:
-    """Log-probabilities of the input tokens computed so far."""
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the input tokens computed so far, and the best tokens at each position,
+    if requested."""
 
-    logprobs: list[float] = field(default_factory=list)
-    # The rank of each token but the first among the vocabulary; 1: the most likely.
-    ranks: list[int] = field(default_factory=list)
-    # The best tokens at each position, if requested: the same number at each, best first.
-    top_token_ids: list[int] = field(default_factory=list)
-    top_token_logprobs: list[float] = field(default_factory=list)
+    own: pb.PrefillLogprobs
+    best: pb.PrefillTopTokens
 
     def extend(self, other: "PromptLogprobs") -> None:
         """Append those of the next tokens."""
-        self.logprobs += other.logprobs
-        self.ranks += other.ranks
-        self.top_token_ids += other.top_token_ids
-        self.top_token_logprobs += other.top_token_logprobs
+        self.own.MergeFrom(other.own)
+        self.best.MergeFrom(other.best)
 
 
 class PooledPart(NamedTuple):
