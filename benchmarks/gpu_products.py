@@ -27,9 +27,9 @@ _FEW_ROWS = 128
 FORMS: dict[str, Callable[[Tensor], Matrix]] = {
     "cuBLAS": FloatMatrix,
     "one tile": matrices.OneTileMatrix,
-    "int8": lambda weight: matrices.Int8Matrix(weight, weight.dtype, has_one_tile=False),
-    "int4": lambda weight: matrices.Int4Matrix(weight, weight.dtype, has_one_tile=False),
-    "fp8": lambda weight: matrices.Float8Matrix(weight, weight.dtype, has_one_tile=False),
+    "int8": lambda weight: matrices.Int8Matrix(weight, weight.dtype, False),
+    "int4": lambda weight: matrices.Int4Matrix(weight, weight.dtype, False),
+    "fp8": lambda weight: matrices.Float8Matrix(weight, weight.dtype, False),
 }
 # Forms that some GPUs do not support.
 _FOREIGN = ("cuBLAS", "fp8")

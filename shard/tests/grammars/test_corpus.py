@@ -32,7 +32,7 @@ from shard.tests.random_grammars import Schema, regular_expressions, schemas
 CORPUS = Path(__file__).parents[1] / "corpus"
 SPARE = (0, 1, 9, 30)
 EXAMPLES = settings(
-    max_examples=500,
+    max_examples=2 * settings().max_examples,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -1,7 +1,6 @@
 """Collective operations of ranks on one machine, through shared memory."""
 
 import json
-import logging
 import os
 from typing import Final
 from uuid import uuid4
@@ -16,8 +15,6 @@ from text_generation_shard.device.cpu.kernels import exchange
 from text_generation_shard.device.cpu.kernels.vector import tensor_address
 from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.rendezvous import JOIN_S, Rendezvous, try_out
-
-logger = logging.getLogger(__name__)
 
 # Bytes of the launch's name at the start of the memory.
 _NAME_BYTES: Final = 32
@@ -99,9 +96,8 @@ class SharedMemoryCollectives:
         """memory: `memory_bytes` bytes, shared by all ranks."""
         self.rank, self.size = rank, size
         self._memory, self.deadline_s = memory, deadline_s
-        # Words of this process, see `exchange.FIELDS`; in separate cache lines.
-        self._words = np.zeros(2 * exchange.LINE // 8, np.int64)
-        self._stop, self._waited = 0, exchange.LINE // 8
+        # See `exchange.FIELDS`.
+        self._stop = np.zeros(1, np.int64)
         start = tensor_address(memory, torch.uint8)
         lines = start + exchange.HEAD_BYTES
         slot_bytes = whole_pages(slot_bytes)
@@ -110,7 +106,7 @@ class SharedMemoryCollectives:
             [
                 (
                     *(lines, slots, slot_bytes, rank, size, int(deadline_s * 1e9)),
-                    *(self._words.ctypes.data, self._words[self._waited :].ctypes.data),
+                    self._stop.ctypes.data,
                 )
             ],
             exchange.EXCHANGE,
@@ -173,11 +169,6 @@ class SharedMemoryCollectives:
             )
         raise RankError(f"shard {rank} has aborted {where}", is_final=False)
 
-    @property
-    def waited_ns(self) -> int:
-        """Total time that threads of this rank have waited for other ranks."""
-        return int(self._words[self._waited])
-
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See Collectives."""
         assert partial.dtype in _FLOATS, "sums are of numbers with a fraction"
@@ -226,12 +217,7 @@ class SharedMemoryCollectives:
 
     def stop(self) -> None:
         """See Collectives."""
-        if not self._words[self._stop]:
-            logger.info(
-                "shard %d has waited %.2f s for other shards while computing",
-                *(self.rank, self.waited_ns / 1e9),
-            )
-        self._words[self._stop] = 1
+        self._stop[0] = 1
 
     def _word(self) -> int:
         return (self._number << exchange.COUNT_BITS) + self._count

@@ -26,7 +26,6 @@ from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marke
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
-from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import (
     Allowed,
     Choice,
@@ -92,9 +91,9 @@ def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None
     if world.size > 1 and not isinstance(world.collectives, SharedMemoryCollectives):
         return None
     matrices = [getattr(layer, name) for layer in weights.layers for name in _PRODUCTS]
-    if not all(isinstance(matrix, PackedWeight) for matrix in matrices):
+    if not all(isinstance(matrix, PackedWeight) and not matrix.padding for matrix in matrices):
         return None
-    kinds = {type(matrix.address.kind) for matrix in matrices}
+    kinds = {type(matrix.weight_kind) for matrix in matrices}
     return FusedDecoder(model, weights, attention, dtype) if len(kinds) == 1 else None
 
 
@@ -111,31 +110,34 @@ class FusedDecoder:
     ) -> None:
         self._model, self._weights, self._attention = model, weights, attention
         self._dtype = dtype
-        plain = weights_marker(dtype)
-        head = _address_of(weights.head)
         # The kernels support an int8 head, or one of the rows' dtype.
-        self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
+        head_kind, own = weights_marker(dtype), weights.head
+        self._head = own if isinstance(own, PackedWeight) and not own.padding else None
+        if self._head is not None and type(self._head.weight_kind) is type(INT8):
+            head_kind = INT8
         table = weights.embedding
         rows = table.weight if isinstance(table, FloatTable) else None
         self._embedding = tensor_address(rows, dtype)
-        self._ranks = _RankExchange(weights.world) if weights.world.size > 1 else None
-        kind = _address_of(weights.layers[0].qkv).kind
-        self._kinds = kind, head.kind if self._has_head else plain, marker(dtype)
+        # Several ranks exchange results within a pass.
+        collectives = weights.world.collectives if weights.world.size > 1 else None
+        self._ranks = collectives if isinstance(collectives, SharedMemoryCollectives) else None
+        # Why waiting for a rank failed in a pass.
+        self._status = aligned(1, torch.int64)
+        kind = _packed(weights.layers[0], "qkv").weight_kind
+        self._kinds = kind, head_kind, marker(dtype)
         self._layers = np.zeros(len(weights.layers), layers.LAYER)
         for index, layer in enumerate(weights.layers):
             for name, value in _fields(layer, dtype).items():
                 self._layers[index][name] = value
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
-        self._pass = self._constants(head)
+        self._pass = self._constants()
         # Buffers of the largest pass so far, kept so that a step allocates nothing.
         self._memory = np.empty(0, dtype=np.uint8)
 
-    def _constants(self, head: Any) -> Any:
+    def _constants(self) -> Any:
         """The constants of all passes: [1] of `layers.PASS`."""
         sizes, own, ranks = self._weights.sizes, self._weights.own, self._ranks
-        out, down = (
-            _address_of(getattr(self._weights.layers[0], name)) for name in ("out", "down")
-        )
+        out, down = (_packed(self._weights.layers[0], name) for name in ("out", "down"))
         weight_kind, head_kind, kind = (typeof(kind) for kind in self._kinds)
         codes = layers.codes(weight_kind, head_kind, kind, ranks is not None)
         values: dict[str, float] = codes | {
@@ -149,8 +151,8 @@ class FusedDecoder:
             "down_parts": down.num_parts,
             "board": tensor_address(self._board),
             "embedding": 0 if ranks is not None else self._embedding,
-            "head": head.weight if self._has_head else 0,
-            "head_scales": head.scales if self._has_head else 0,
+            "head": 0 if self._head is None else self._head.address,
+            "head_scales": 0 if self._head is None else self._head.beside_address,
             "final_norm": tensor_address(self._weights.norm, torch.float32),
             "vocab_size": own.num_tokens,
             "embedding_multiplier": sizes.embedding_multiplier,
@@ -159,10 +161,11 @@ class FusedDecoder:
             "multiplier": sizes.residual_multiplier,
         }
         if ranks is not None:
-            values |= ranks.constants() | {
+            values |= {name: int(ranks.exchange[0][name]) for name in FIELDS} | {
                 "first_token": own.first_token,
                 "vectors": self._embedding,
                 "row_itemsize": self._dtype.itemsize,
+                "status": tensor_address(self._status),
             }
         constants = np.zeros(1, layers.PASS)
         for name, value in values.items():
@@ -172,7 +175,7 @@ class FusedDecoder:
     @property
     def is_whole(self) -> bool:
         """Whether the same call computes the head."""
-        return self._has_head
+        return self._head is not None
 
     def hidden(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
@@ -188,7 +191,7 @@ class FusedDecoder:
 
     def scores(self, batch: ForwardBatch) -> Tensor:
         """See Forward. For tokens without logits, the last layer computes only keys and values."""
-        if not self._has_head:
+        if self._head is None:
             hidden, wanted = self.hidden(batch), batch.logits_indices
             return self._model.logits(hidden if wanted is None else hidden[wanted])
         plan = self._attention.plan(batch, self._model.angles(batch))
@@ -247,43 +250,19 @@ class FusedDecoder:
             logits,
         )
         if self._ranks is not None:
-            self._ranks.begin(
-                self._pass, len(ids), len(plan.wanted), len(logits), len(self._layers)
-            )
+            sizes = len(ids), len(plan.wanted), len(logits), len(self._layers)
+            count = num_operations(self._pass[0], *sizes)
+            self._pass["num_words"], self._pass["word"] = count, self._ranks.reserve(count)
+            self._pass["deadline_ns"] = self._ranks.exchange[0]["deadline_ns"]
+            self._status[0] = ARRIVED
         needed = layers.run_layers(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
             self._memory = np.empty(needed, dtype=np.uint8)
             layers.run_layers(given, self._memory, plan.num_threads)
         if self._ranks is not None:
-            self._ranks.check()
-
-
-class _RankExchange:
-    """The exchange with other ranks in compiled passes. Owns the status word of a pass: why waiting
-    for a rank failed."""
-
-    def __init__(self, world: World) -> None:
-        assert isinstance(world.collectives, SharedMemoryCollectives)
-        self._collectives = world.collectives
-        self._status = aligned(1, torch.int64)
-
-    def constants(self) -> dict[str, int]:
-        """The fields of `layers.PASS` for exchanges."""
-        shared = self._collectives.exchange[0]
-        own = {name: int(shared[name]) for name in FIELDS}
-        return own | {"status": tensor_address(self._status)}
-
-    def begin(self, this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> None:
-        """Prepare a pass; see `num_operations`."""
-        count = num_operations(this[0], rows, wanted, num_logits, num_layers)
-        this["num_words"], this["word"] = count, self._collectives.reserve(count)
-        this["deadline_ns"] = self._collectives.exchange[0]["deadline_ns"]
-        self._status[0] = ARRIVED
-
-    def check(self) -> None:
-        """After a pass: raise RankError, which names a rank, if the pass is not complete."""
-        self._collectives.check(int(self._status[0]))
+            # RankError, if the pass is not complete.
+            self._ranks.check(int(self._status[0]))
 
 
 class CpuRunner:
@@ -322,9 +301,9 @@ _BIASES = "qkv_bias", "out_bias", "down_bias"
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
-def _address_of(matrix: base.Matrix) -> Any:
-    """Address of a packed weight; None: another form."""
-    return matrix.address if isinstance(matrix, PackedWeight) else None
+def _packed(layer: base.LayerWeights, name: str) -> PackedWeight:
+    matrix: PackedWeight = getattr(layer, name)
+    return matrix
 
 
 def _fields(layer: base.LayerWeights, dtype: torch.dtype) -> dict[str, int]:
@@ -332,6 +311,6 @@ def _fields(layer: base.LayerWeights, dtype: torch.dtype) -> dict[str, int]:
     found = {name: tensor_address(getattr(layer, name), torch.float32) for name in _NORMS}
     found |= {name: tensor_address(getattr(layer, name), dtype) for name in _BIASES}
     for name in _PRODUCTS:
-        place = _address_of(getattr(layer, name))
-        found |= {name: place.weight, f"{name}_scales": place.scales}
+        matrix = _packed(layer, name)
+        found |= {name: matrix.address, f"{name}_scales": matrix.beside_address}
     return found | {"is_rotated": int(layer.uses_rope), "window": layer.window or 0}

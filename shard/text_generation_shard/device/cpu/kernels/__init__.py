@@ -3,7 +3,7 @@
 `are_used` selects the models that they serve; `compile.prepare` must be called first.
 """
 
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import torch
@@ -34,16 +34,6 @@ def struct_type(struct: type, **others: Any) -> Any:
 
 MAX_HEAD_DIM = 256
 """Most features of a head in `attention`."""
-
-
-class WeightAddress(NamedTuple):
-    """A packed weight: its kind (a marker of `vector`), its address and that of its scales (0:
-    none), and the number of parts of its sums."""
-
-    kind: Any
-    weight: int
-    scales: int
-    num_parts: int = 1
 
 
 def are_used(dtype: torch.dtype) -> bool:

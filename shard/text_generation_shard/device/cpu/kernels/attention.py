@@ -90,17 +90,12 @@ def store_token(kind: Any, layer: Attention, token: int, slot: int) -> None:
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _store_many(kind: Any, layer: Attention, slots: Any) -> None:
-    for token in prange(len(slots)):
-        store_token(kind, layer, token, slots[token])
-
-
-@njit(nogil=True, cache=True)
 def store(kind: Any, layer: Attention, slots: Any) -> None:
     """Write the keys and values of T tokens to `slots` [T] of a layer. Values that are not finite
     are written as 0, so that a masked slot can be multiplied by 0."""
     if len(slots) > _FEW_TOKENS:
-        _store_many(kind, layer, slots)
+        for token in prange(len(slots)):
+            store_token(kind, layer, token, slots[token])
     else:
         for token in range(len(slots)):
             store_token(kind, layer, token, slots[token])

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba
@@ -85,18 +86,6 @@ class Kernel(NamedTuple):
     function: Any
     signatures: list[tuple[Any, ...]]
 
-    def compile(self) -> None:
-        """Compile it or load it from the cache. Raises OSError if it is compiled but could not be
-        cached."""
-        failure: OSError | None = None
-        for signature in self.signatures:
-            try:
-                self.function.compile(signature)
-            except OSError as error:  # numba saves the code after it is ready for use
-                failure = error
-        if failure is not None:
-            raise failure
-
 
 class Wanted(NamedTuple):
     """The kernels that a model needs."""
@@ -114,29 +103,14 @@ class Wanted(NamedTuple):
 
 
 def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
-    """Compile or load all kernels, and set the number of threads for kernels that this thread runs:
-    `num_threads`, at most numba's thread count. free_bytes: memory for compiling child
-    processes."""
-    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
-    # First, because `compile_all` forks, and children of a process with kernel threads can not run
-    # kernels.
-    seconds = compile_all(wanted, num_threads, free_bytes)
-    numba.set_num_threads(num_threads)
-    if seconds > _COMPILED_S:
-        logger.info(
-            "compiled the kernels for this processor in %.0f s; they are cached for the next start",
-            seconds,
-        )
+    """Compile all kernels, or load them from the cache; then set the number of threads for kernels
+    that this thread runs: `num_threads`, at most numba's thread count.
 
-
-def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
-    """Compile all kernels, or load them from the cache. Returns the time in seconds.
-
-    If the cache is empty, up to `num_processes` child processes help, as far as memory allows.
+    If the cache is empty, as many child processes help, as far as `free_bytes` of memory allow.
     """
-    start = time.monotonic()
+    start, num_threads = time.monotonic(), min(num_threads, config.NUMBA_NUM_THREADS)
     kernels = list(_kernels(wanted))
-    count = min(num_processes, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
+    count = min(num_threads, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
     try:
         with cache.filling(wanted.name) as is_empty:
             if is_empty:
@@ -150,17 +124,24 @@ def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
             "room there or set NUMBA_CACHE_DIR to another directory",
             *(config.CACHE_DIR, error.strerror),
         )
-    return time.monotonic() - start
+    # Last, because children of a process with kernel threads can not run kernels.
+    numba.set_num_threads(num_threads)
+    if (seconds := time.monotonic() - start) > _COMPILED_S:
+        logger.info(
+            "compiled the kernels for this processor in %.0f s; they are cached for the next start",
+            seconds,
+        )
 
 
 def _compile(kernels: list[Kernel]) -> None:
     """Raises OSError after compiling all kernels, if one could not be cached."""
     failure: OSError | None = None
-    for kernel in kernels:
-        try:
-            kernel.compile()
-        except OSError as error:
-            failure = error
+    for function, signatures in kernels:
+        for signature in signatures:
+            try:
+                function.compile(signature)
+            except OSError as error:  # numba saves the code after it is ready for use
+                failure = error
     if failure is not None:
         raise failure
 
@@ -168,7 +149,7 @@ def _compile(kernels: list[Kernel]) -> None:
 def _fill_cache(kernels: list[Kernel], count: int) -> None:
     # Initialize numba's compiler once, so that the children share it.
     njit(_nothing).compile(())
-    do_in_children([kernel.compile for kernel in kernels], count, _PATIENCE_S)
+    do_in_children([partial(_compile, [kernel]) for kernel in kernels], count, _PATIENCE_S)
 
 
 def _nothing() -> None:

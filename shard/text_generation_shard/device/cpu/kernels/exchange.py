@@ -23,7 +23,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     INT64,
     call_llvm,
     instruction,
-    pointer_to,
 )
 
 # CLOCK_MONOTONIC of Linux.
@@ -47,12 +46,6 @@ def sleep(builder: Any, kinds: Any, microseconds: Any) -> None:
     call_llvm(builder, "usleep", INT32, builder.trunc(microseconds, INT32))
 
 
-@instruction(types.void)
-def add_to_word(builder: Any, kinds: Any, address: Any, value: Any) -> None:
-    """Atomically add to the word at an address."""
-    builder.atomic_rmw("add", pointer_to(builder, address, INT64), value, "monotonic")
-
-
 COUNT_BITS: Final = 24
 """Bits of a word that number the operations of a message."""
 
@@ -64,7 +57,6 @@ FIELDS: Final = {
     "size": "number of ranks",
     "deadline_ns": "longest wait for a rank",
     "stop": "address of a word of this process; not 0: stop waiting for ranks",
-    "waited": "address of a word of this process: total nanoseconds that its threads have waited",
 }
 EXCHANGE: Final = np.dtype([(name, np.int64) for name in FIELDS])
 """A rank's constants for the exchange."""
@@ -101,13 +93,6 @@ def publish(exchange: Any, word: Any) -> None:
     llvm.store_word(_line(exchange, exchange.rank), word)
 
 
-@njit(inline="always")
-def abort(exchange: Any, number: Any) -> None:
-    """Abort a message on this rank."""
-    # The number plus 1: in unwritten memory, which is 0, no message is aborted.
-    llvm.store_word(_abort_entry(exchange, exchange.rank, number), number + 1)
-
-
 @njit(nogil=True, boundscheck=False, error_model="numpy")
 def await_rank(exchange: Any, rank: int, word: int) -> Any:
     """Wait for a rank's part of an operation. Returns a status: ARRIVED (0), or why the part will
@@ -131,7 +116,6 @@ def await_rank(exchange: Any, rank: int, word: int) -> Any:
         else:
             llvm.yield_core()
         now = now_ns()
-    add_to_word(exchange.waited, now - began)
     return status
 
 
@@ -149,8 +133,10 @@ def exchange_word(exchange: Any, word: int) -> Any:
 
 @njit(nogil=True, cache=True)
 def abort_message(exchange: Any, number: int) -> None:
-    """`abort`; exchange: [1]."""
-    abort(exchange[0], number)
+    """Abort a message on this rank. exchange: [1]."""
+    own = exchange[0]
+    # The number plus 1: in unwritten memory, which is 0, no message is aborted.
+    llvm.store_word(_abort_entry(own, own.rank, number), number + 1)
 
 
 @njit(inline="always")

@@ -114,10 +114,10 @@ class GroupedWeight(PackedWeight):
         `is_gated`, part: see PackedWeight; a gated weight has twice the outputs of the product."""
         outputs, inputs = numbers.shape
         self._num_outputs, self._num_inputs = outputs // 2 if is_gated else outputs, inputs
-        self._is_gated, self._padding = is_gated, 0
-        self._weight_kind, self._dtype = INT4, torch.bfloat16
+        self._is_gated, self.padding = is_gated, 0
+        self.weight_kind, self._dtype = INT4, torch.bfloat16
         # Groups are processed in pairs.
-        self._num_parts = num_parts(inputs, part, 2 * GROUP)
+        self.num_parts = num_parts(inputs, part, 2 * GROUP)
         panels, groups = outputs // LANES, inputs // GROUP
         if is_gated:
             numbers, scale, zero = (interleaved(rows) for rows in (numbers, scale, zero))

@@ -15,7 +15,7 @@ import torch
 from numba import int64, njit, prange, typeof
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import WeightAddress, are_vectors_wide, bfloat12
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, bfloat12
 from text_generation_shard.device.cpu.kernels.bfloat12 import add_exceptions, narrow
 from text_generation_shard.device.cpu.kernels.llvm import (
     LANES,
@@ -130,9 +130,16 @@ def signed(numbers: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """See `Matrix`. Owns a weight [N, K] in packed form; the runner reads its address."""
+    """See `Matrix`. Owns a weight [N, K] in packed form, which the runner's passes read."""
 
     kind: str
+    # A marker of `vector`; addresses of the packed weight and of `Product.beside`; see `num_parts`;
+    # and number of zeros that are added to each row, which a pass does not do.
+    weight_kind: Any
+    address: int
+    beside_address: int
+    num_parts: int
+    padding: int
 
     def __init__(
         self,
@@ -153,39 +160,31 @@ class PackedWeight:
         if is_gated:
             weight, self._num_outputs = interleaved(weight), self._num_outputs // 2
             scales = None if scales is None else interleaved(scales).contiguous()
-        self._weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
-        is_narrow = type(self._weight_kind) is type(BFLOAT12)
+        self.weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
+        is_narrow = type(self.weight_kind) is type(BFLOAT12)
         steps_at_once = bfloat12.STEPS if is_narrow else 1
         unit = _numbers_at_once(weight.dtype) * steps_at_once
-        self._num_parts = num_parts(self._num_inputs, part, unit)
+        self.num_parts = num_parts(self._num_inputs, part, unit)
         packed, beside = pack(weight, steps_at_once), scales
         if is_narrow:
-            packed, beside = narrow(packed.view(self._num_parts * len(packed), -1, LANES, 2))
+            packed, beside = narrow(packed.view(self.num_parts * len(packed), -1, LANES, 2))
         elif scales is not None:
             # Scales are read in whole vectors.
             beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
         self.kind = str(weight.dtype).removeprefix("torch.")
-        self._padding = -self._num_inputs % unit
+        self.padding = -self._num_inputs % unit
         self._keep(packed, beside, multiply_item)
 
     def _keep(self, packed: Tensor, beside: Tensor | None, multiply_item: Any) -> None:
         """Keep what does not change between calls, because a call with one row is short."""
         self._packed, self._beside = packed, beside
         self._kind = marker(self._dtype)
-        kinds = typeof(self._weight_kind), typeof(self._kind)
+        kinds = typeof(self.weight_kind), typeof(self._kind)
         self._code = address_of(multiply_item, item_signature(*kinds))
-        self._address, self._beside_address = tensor_address(packed), tensor_address(beside)
-        self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
+        self.address, self.beside_address = tensor_address(packed), tensor_address(beside)
+        self._steps = (self._num_inputs + self.padding) // numbers_per_step(self._dtype)
         self.nbytes = packed.nbytes + (0 if beside is None else beside.nbytes)
-
-    @property
-    def address(self) -> WeightAddress | None:
-        """Address for `kernels.layers`; None if input rows need padding."""
-        if self._padding:
-            return None
-        where = self._address, self._beside_address
-        return WeightAddress(self._weight_kind, *where, self._num_parts)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""
@@ -199,27 +198,27 @@ class PackedWeight:
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matrix; hidden is of the dtype of `out`."""
         hidden = hidden.contiguous()
-        if self._padding:
-            hidden = torch.nn.functional.pad(hidden, (0, self._padding))
+        if self.padding:
+            hidden = torch.nn.functional.pad(hidden, (0, self.padding))
         rows, outputs = hidden.shape[0], self._num_outputs
         out = torch.empty((rows, outputs), dtype=self._dtype)
         product = Product(
-            weights=self._address,
-            beside=self._beside_address,
+            weights=self.address,
+            beside=self.beside_address,
             inputs=tensor_address(hidden, self._dtype),
             out=tensor_address(out),
             num_rows=rows,
             steps=self._steps,
             num_outputs=outputs,
             is_gated=self._is_gated,
-            num_parts=self._num_parts,
+            num_parts=self.num_parts,
             is_partial=False,
         )
         self._multiply(product)
         return out if bias is None else out.add_(bias)
 
     def _multiply(self, product: Product) -> None:
-        multiply(self._code, self._weight_kind, self._kind, product)
+        multiply(self._code, self.weight_kind, self._kind, product)
 
 
 def interleaved(rows: Tensor) -> Tensor:

@@ -122,16 +122,11 @@ def _scale(kind: Any, norm: Norm, factor: Any, offset: int, start: int, count: i
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _normalize_many(kind: Any, norm: Norm, rows: int) -> None:
-    for row in prange(rows):
-        normalize_row(kind, norm, row)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def normalize(kind: Any, norm: Norm, rows: int) -> None:
     """`add_norm` for addresses."""
     if rows * norm.size > _SMALL:
-        _normalize_many(kind, norm, rows)
+        for row in prange(rows):
+            normalize_row(kind, norm, row)
     else:
         for row in range(rows):
             normalize_row(kind, norm, row)
@@ -242,16 +237,11 @@ def rotate_row(kind: Any, rotation: Rotation, row: int, position: int) -> None:
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _rotate_many(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
-    for row in prange(rows):
-        rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def _rotate(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
     """positions: address of [rows] int64."""
     if rows * rotation.row_size > _SMALL:
-        _rotate_many(kind, rotation, positions, rows)
+        for row in prange(rows):
+            rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])
     else:
         for row in range(rows):
             rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])

@@ -18,7 +18,6 @@ from numba import njit
 from text_generation_shard.device.cpu.kernels import exchange, llvm
 from text_generation_shard.device.cpu.kernels.grouped_linear import (
     STEPS,
-    cost_of_items,
     sums_bytes,
 )
 from text_generation_shard.device.cpu.kernels.llvm import (
@@ -28,13 +27,15 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     call,
     itemsize,
 )
-from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
+from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, Product
 from text_generation_shard.device.cpu.kernels.steps import (
     DOWN,
     HEAD,
     NORM_BEFORE_HEAD,
     NUM_STEPS,
     OUT,
+    multiply,
+    note_product,
     num_rows,
     product_of,
     write_step,
@@ -113,7 +114,7 @@ def _write_operations(
             _note_operation(phase, step, layer, word, begin, count)
             phase.first, phase.items = first, count
             if step != _EMBED:
-                _note_cost(given, phase)
+                note_product(given, phase, _partial_product(given, phase))
             end += 1
         _note_operation(phases[end], _PUBLISH, layer, word, begin, count)
         phases[end].items = 1
@@ -128,16 +129,6 @@ def _write_operations(
 def _note_operation(phase: Any, step: int, layer: int, word: int, begin: int, count: int) -> None:
     phase.step, phase.layer, phase.word = step, layer, word
     phase.begin, phase.end = begin, begin + count
-
-
-@njit(inline="always")
-def _note_cost(given: Any, phase: Any) -> None:
-    product = _partial_product(given, phase)
-    if phase.step == HEAD:
-        phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
-    else:
-        phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
-    phase.weights, phase.is_short = product.weights, product.num_rows <= TILE_ROWS
 
 
 @njit(inline="always")
@@ -172,7 +163,7 @@ def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: in
     elif now.word == 0:
         call(this.own_item, (given, phases, phase, item, ticket))
     elif now.weights:
-        _multiply(given, now, item, ticket)
+        multiply(given, now, _partial_product(given, now), item, ticket)
     elif now.step == _EMBED:
         _embed(given, now, item)
     elif now.step == _PUBLISH:
@@ -184,16 +175,6 @@ def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: in
             _take_vector(given, now, item)
         else:
             _take_scores(given, now, item)
-
-
-@njit(inline="always")
-def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
-    this, product = given.passes[0], _partial_product(given, phase)
-    where = phase.first, item, ticket if phase.is_short else np.int64(0)
-    if phase.step == HEAD:
-        call(this.multiply_head, (given.head_kind, given.kind, product, *where))
-    else:
-        call(this.multiply, (given.weight_kind, given.kind, product, *where))
 
 
 @njit(inline="always")

@@ -65,11 +65,7 @@ def write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
         phase.step, phase.layer = step, layer
         phase.first = first
         if product.weights:
-            if step == HEAD:
-                phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
-            else:
-                phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
-            phase.weights, phase.is_short = product.weights, rows <= TILE_ROWS
+            note_product(given, phase, product)
         elif step == _ATTEND:
             tasks = given.last_tasks if _is_narrowed(given, layer, step) else given.tasks
             phase.items = len(tasks) * this.num_kv_heads
@@ -78,6 +74,16 @@ def write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
         elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
             phase.items = rows
     return end
+
+
+@njit(inline="always")
+def note_product(given: Any, phase: Any, product: Product) -> None:
+    """Write what a phase computes of a product."""
+    if phase.step == HEAD:
+        phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
+    else:
+        phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
+    phase.weights, phase.is_short = product.weights, product.num_rows <= TILE_ROWS
 
 
 @njit(inline="always")
@@ -137,7 +143,7 @@ def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) ->
     this, now = given.passes[0], phases[phase]
     step, layer = now.step, now.layer
     if now.weights:
-        _multiply(given, now, item, ticket)
+        multiply(given, now, product_of(given, layer, step), item, ticket)
     elif step == _ATTEND:
         _attend(given, layer, item)
     elif step == _ROTATE:
@@ -155,8 +161,9 @@ def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) ->
 
 
 @njit(inline="always")
-def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
-    this, product = given.passes[0], product_of(given, phase.layer, phase.step)
+def multiply(given: Any, phase: Any, product: Product, item: int, ticket: int) -> None:
+    """Compute an item of a phase's product."""
+    this = given.passes[0]
     where = phase.first, item, ticket if phase.is_short else np.int64(0)
     if phase.step == HEAD:
         call(this.multiply_head, (given.head_kind, given.kind, product, *where))
