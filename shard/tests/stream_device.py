@@ -13,7 +13,7 @@ from text_generation_shard.device.base import Device, DeviceOptions, Model
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.device.cuda.runner import StreamRunner
-from text_generation_shard.device.cuda.staging import Uploads
+from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
 from text_generation_shard.device.reference.runner import Forward
@@ -21,25 +21,6 @@ from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, samp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class LateBuffer:
-    """CPU memory instead of pinned memory. Copies complete at once, but the buffer is reusable only
-    after a wait."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.is_busy = False
-
-    def wait(self) -> None:
-        self.is_busy = False
-
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        assert not self.is_busy, "it was written while a copy was under way"
-        target.copy_(staged)
-        self.is_busy = True
-        # A late read gets values that were never sent.
-        self.memory.fill_(0xAA)
 
 
 class LateStream:
@@ -137,7 +118,7 @@ class StreamDevice:
     ) -> None:
         """cuda_graphs: see DeviceOptions; for devices with torch's operators."""
         self._own, self._sampler, self._cuda_graphs = own, sampler, cuda_graphs
-        self.upload = Uploads(own.torch_device, LateBuffer)
+        self.upload = pinned_upload(own.torch_device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)

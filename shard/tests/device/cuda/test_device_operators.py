@@ -15,7 +15,7 @@ from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import SynchronousStream
-from text_generation_shard.device.cuda.staging import Uploads
+from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shard.tests.device.test_attention import make_batch, to_device
-from shard.tests.stream_device import LateBuffer
 
 LAYER = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},
@@ -85,7 +84,7 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
     options = DeviceOptions("bfloat16", "bfloat16", quantize)
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90
-    device.upload = Uploads(device.torch_device, LateBuffer)
+    device.upload = pinned_upload(device.torch_device)
     parameters = Parameters(device, quantize)
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 
@@ -10,7 +9,7 @@ from text_generation_shard.device.base import DeviceOptions, MemoryBudget, Model
 from text_generation_shard.device.cuda.collectives import NcclCollectives
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
-from text_generation_shard.device.cuda.staging import PinnedBuffer, Uploads, pinned_copies
+from text_generation_shard.device.cuda.staging import pinned_copies, pinned_upload
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
@@ -28,9 +27,8 @@ class CudaDevice(TritonDevice):
         major, minor = torch.cuda.get_device_capability(torch_device)
         self.capability = 10 * major + minor
         self._is_quantized = options.quantize is not None
-        stream = torch.cuda.current_stream(torch_device)
         self.stream = CudaStream()
-        self.upload = Uploads(torch_device, partial(PinnedBuffer, stream=stream))
+        self.upload = pinned_upload(torch_device)
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Array
+from text_generation_shard.arrays import Array, Upload
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -180,48 +181,28 @@ def _pinned_buffers(stream: torch.cuda.Stream) -> list[PinnedBuffer]:
         ) from error
 
 
-# Alignment of arrays in a buffer, for the widest loads of a kernel.
+# Alignment of arrays in an upload, for the widest loads of a kernel.
 _ALIGNMENT = 16
-# A copy waits in the stream for the kernels before it. There are more buffers than two steps have
-# uploads, so that the host does not wait for a step while it launches the next one.
-_NUM_UPLOADS = 32
-_LEAST_BYTES = 1 << 16  # the arrays of a usual step fit, so that few buffers ever grow
 
 
-class Uploads:
-    """Owns a ring of pinned buffers. A buffer is reused after its last copy is complete."""
+def pinned_upload(torch_device: torch.device) -> Upload:
+    """An upload of all arrays in one copy, which the host does not wait for. torch reuses the
+    pinned memory after the copy."""
 
-    def __init__(self, torch_device: torch.device, make_buffer: Callable[[int], Buffer]) -> None:
-        """`make_buffer` returns a buffer of the given size in bytes."""
-        self._device, self._make_buffer = torch_device, make_buffer
-        self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_UPLOADS)]
-        self._turn = 0
-
-    def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """See Device.upload: all in one copy."""
-        starts, end = [], 0
-        for array in arrays:
-            starts.append(end)
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._free_buffer(end)
-        staged = buffer.memory[:end]
-        memory = staged.numpy()
-        for array, start in zip(arrays, starts, strict=True):
+    def upload(arrays: Sequence[Array]) -> list[Tensor]:
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        is_gpu = torch_device.type == "cuda"
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_gpu)
+        memory, starts = staged.numpy(), list(accumulate(sizes, initial=0))
+        for array, start in zip(arrays, starts, strict=False):
             octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             memory[start : start + array.nbytes] = octets
-        sent = torch.empty(end, dtype=torch.uint8, device=self._device)
-        buffer.send(staged, sent)
+        sent = staged.to(torch_device, non_blocking=True)
         return [
             sent[start : start + array.nbytes]
             .view(getattr(torch, array.dtype.name))
             .view(array.shape)
-            for array, start in zip(arrays, starts, strict=True)
+            for array, start in zip(arrays, starts, strict=False)
         ]
 
-    def _free_buffer(self, nbytes: int) -> Buffer:
-        self._turn = (self._turn + 1) % _NUM_UPLOADS
-        buffer = self._buffers[self._turn]
-        buffer.wait()
-        if len(buffer.memory) < nbytes:
-            buffer = self._buffers[self._turn] = self._make_buffer(1 << (nbytes - 1).bit_length())
-        return buffer
+    return upload
