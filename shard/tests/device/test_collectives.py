@@ -48,14 +48,23 @@ def together(ranks: list[Any], work: Callable[[Any, int], Any]) -> list[Any]:
         return list(pool.map(run, range(len(ranks))))
 
 
+COUNTS = 1, 0, 1000, 1024, 5000
+"""Empty, small, and larger than a slot."""
+KINDS = torch.float32, torch.bfloat16, torch.float16
+
+
+def part_of(rank: int, count: int, kind: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * count + rank)
+    return torch.randn(count, 3, generator=generator).to(kind)
+
+
 def all_operations(collectives: Collectives, rank: int) -> list[Any]:
-    """Operations of every kind and dtype: empty, small, and larger than a slot."""
+    """Operations of every kind, size and dtype."""
     found: list[Any] = []
-    for number, count in enumerate((1, 0, 1000, 1024, 5000)):
+    for number, count in enumerate(COUNTS):
         collectives.begin(number + 1)
-        for kind in (torch.float32, torch.bfloat16, torch.float16):
-            torch.manual_seed(100 * count + rank)
-            part = torch.randn(count, 3).to(kind)
+        for kind in KINDS:
+            part = part_of(rank, count, kind)
             found += [collectives.all_reduce(part.clone()), collectives.all_gather(part)]
         numbers = torch.arange(count).numpy() * (rank + 1) + rank
         found.append(torch.from_numpy(collectives.broadcast(numbers)))
@@ -65,36 +74,15 @@ def all_operations(collectives: Collectives, rank: int) -> list[Any]:
 def expected_operations(size: int) -> list[Any]:
     """The expected results, by the definition in `Collectives`."""
     found: list[Any] = []
-    for count in (1, 0, 1000, 1024, 5000):
-        for kind in (torch.float32, torch.bfloat16, torch.float16):
-            parts = []
-            for rank in range(size):
-                torch.manual_seed(100 * count + rank)
-                parts.append(torch.randn(count, 3).to(kind))
+    for count in COUNTS:
+        for kind in KINDS:
+            parts = [part_of(rank, count, kind) for rank in range(size)]
             total = parts[0].float()
             for part in parts[1:]:
                 total = total + part.float()
             found += [total.to(kind), torch.cat(parts, dim=-1)]
         found.append(torch.arange(count))
     return found
-
-
-# All threads share torch's generator, so inputs are created for one rank after another.
-@pytest.fixture(autouse=True)
-def numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, seed, randn = threading.Lock(), torch.manual_seed, torch.randn
-    state = threading.local()
-
-    def keep(number: int) -> None:
-        state.seed = number
-
-    def make(*sizes: int) -> torch.Tensor:
-        with lock:
-            seed(state.seed)
-            return randn(*sizes)
-
-    monkeypatch.setattr(torch, "manual_seed", keep)
-    monkeypatch.setattr(torch, "randn", make)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -130,26 +130,24 @@ def test_compiled_code_is_given_no_array_with_gaps() -> None:
         pass_on.compile((types.Tuple((types.int64[:, :], types.int64)),))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 40, 300])
-def test_gated(dtype: torch.dtype, rows: int) -> None:
-    weight = (torch.randn(160, 64) * 3).to(dtype)
-    hidden = torch.randn(rows, 64).to(dtype)
-    product = linear.PackedWeight(weight, is_gated=True)
-    gate, up = (hidden.double() @ weight.double().T).chunk(2, dim=-1)
-    out = product(hidden)
-    expected = F.silu(gate) * up
-    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-3)
-    assert torch.equal(product(hidden[-1:]), out[-1:])
-
-
-@pytest.mark.skipif(not are_vectors_wide(), reason="8 bits need AVX-512")
-@pytest.mark.parametrize("rows", [1, 40])
-def test_gated_in_8_bits(rows: int) -> None:
-    weight, hidden = torch.randn(160, 64), torch.randn(rows, 64, dtype=torch.bfloat16)
-    gate, up = PackedInt8Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
-    out = PackedInt8Matrix(weight, torch.bfloat16, is_gated=True)(hidden)
-    torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=0.03, atol=0.1)
+@pytest.mark.parametrize("quantize", ["float32", "bfloat16", "int8", "int4"])
+def test_gated(quantize: str) -> None:
+    weight, is_float32 = torch.randn(160, 96), quantize == "float32"
+    if quantize in ("int8", "int4"):
+        if not are_vectors_wide():
+            pytest.skip("8 and 4 bits need AVX-512")
+        form = {"int8": PackedInt8Matrix, "int4": PackedInt4Matrix}[quantize]
+        product, gated = (form(weight, torch.bfloat16, is_gated=gate) for gate in (False, True))
+    else:
+        kept = weight.to(getattr(torch, quantize))
+        product, gated = (linear.PackedWeight(kept, is_gated=gate) for gate in (False, True))
+    for rows in (1, 2, 3, 5, 7, 40, 300):
+        hidden = torch.randn(rows, 96).to(torch.float32 if is_float32 else torch.bfloat16)
+        gate, up = product(hidden).float().chunk(2, dim=-1)
+        out = gated(hidden)
+        bound = {"rtol": 1e-5, "atol": 1e-3} if is_float32 else {"rtol": 0.03, "atol": 0.1}
+        torch.testing.assert_close(out.float(), F.silu(gate) * up, **bound)
+        assert torch.equal(gated(hidden[-1:]), out[-1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

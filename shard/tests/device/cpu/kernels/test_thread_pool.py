@@ -150,10 +150,3 @@ def test_stopped_thread_does_not_block_the_pool(item: int) -> None:
     assert values[3, 0] == 1
     for phase, count in enumerate(phases["items"]):
         assert counts[phase].tolist() == [1] * count + [0] * (counts.shape[1] - count)
-
-
-def test_without_phases_there_is_nothing_to_do() -> None:
-    given = _given([0, 0], is_short=False)
-    _go(_follow, given, 2, 2)
-    (counts, values), _ = given
-    assert not counts.any() and not values.any()
