@@ -8,11 +8,11 @@ from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import StepResult
 
-from router.tests.scheduling import check_integrity, make_request, make_tokenizer
+from router.tests.scheduling import check_integrity, make_limits, make_request, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 # Parts of prompts beside a decoding row: two blocks of 4.
@@ -24,16 +24,8 @@ class Desk:
     """A planner and the steps it makes; nothing is computed."""
 
     def __init__(self, **limits: Any) -> None:
-        given: dict[str, Any] = {
-            "num_blocks": 100,
-            "block_size": 4,
-            "max_batch_size": 100,
-            "max_batch_prefill_tokens": 100,
-            "max_batch_total_tokens": 400,
-            "waiting_served_ratio": 0.0,
-            "max_waiting_tokens": 20,
-        }
-        self.planner = Planner(SchedulerLimits(**(given | limits)))
+        given = {"num_blocks": 100, "max_batch_size": 100, "max_batch_prefill_tokens": 100}
+        self.planner = Planner(make_limits(**(given | limits)))
         self.num = 0
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int = 20, **options: Any) -> Entry:

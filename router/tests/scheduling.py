@@ -147,25 +147,31 @@ class Rig:
         assert total == metrics.batch_max_total_tokens.value
 
 
+def make_limits(num_blocks: int, **limits: Any) -> SchedulerLimits:
+    """`limits` are fields of SchedulerLimits."""
+    given: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": 4,
+        "max_batch_size": 128,
+        "max_batch_prefill_tokens": 4096,
+        "max_batch_total_tokens": num_blocks * 4,
+        "waiting_served_ratio": 0.0,
+        "max_waiting_tokens": 20,
+    }
+    return SchedulerLimits(**(given | limits))
+
+
 def make_rig(
     shards: FakeShards | None = None,
     watched: Callable[[FakeShards], WatchedShards] = WatchedShards,
     **limits: Any,
 ) -> Rig:
-    """A batcher that does not run yet; `limits` are fields of SchedulerLimits."""
+    """A batcher that does not run yet; see `make_limits`."""
     shards = shards or FakeShards()
-    given: dict[str, Any] = {
-        "num_blocks": shards.num_blocks,
-        "block_size": shards.block_size,
-        "max_batch_size": 128,
-        "max_batch_prefill_tokens": 4096,
-        "max_batch_total_tokens": shards.num_blocks * shards.block_size,
-        "waiting_served_ratio": 0.0,
-        "max_waiting_tokens": 20,
-        "recompute_at": shards.recompute_at,
-    }
     metrics = Metrics(100, 200)
-    scheduler_limits = SchedulerLimits(**(given | limits))
+    scheduler_limits = make_limits(
+        shards.num_blocks, **({"recompute_at": shards.recompute_at} | limits)
+    )
     watch = watched(shards)
     batcher = Batcher(watch, make_tokenizer(), metrics, scheduler_limits)
     return Rig(batcher, shards, watch, metrics)

@@ -1,6 +1,7 @@
 """Requests that run, stop, leave and fail, on shards that check the contract."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from text_generation_router.errors import (
@@ -84,17 +85,20 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
 
 
 async def test_a_failed_prefill_fails_only_the_new_requests() -> None:
-    async with running(FakeShards(hook=Failing(prefill=[2]))) as rig:
+    async with running(FakeShards(hook=Failing(prefill=[2, 3]))) as rig:
         old = rig.submit((1,), 20)
         await old.next_outputs()
-        new = rig.submit((2,), 20)
-        failed = await collect(new)
+        failed = [await rig.outcome((n,), 20) for n in (2, 3)]
         assert (await collect(old)).generated is not None
         assert rig.batcher.is_healthy
-    assert isinstance(failed.error, GenerationError) and failed.tokens == []
-    assert str(failed.error) == "Server error: prefill 2"
+    for number, outcome in enumerate(failed, 2):
+        assert isinstance(outcome.error, GenerationError) and outcome.tokens == []
+        assert str(outcome.error) == f"Server error: prefill {number}"
     assert ("clear", (1,)) in rig.shards.calls
-    assert rig.metrics.batch_inference_failure.value(method="prefill") == 1
+    assert rig.metrics.batch_inference_failure.value(method="prefill") == 2
+    # A step without newcomers comes between two that fail.
+    methods = [method for method, _ in rig.shards.calls if method in ("prefill", "decode")]
+    assert all(pair != ("prefill", "prefill") for pair in pairwise(methods[1:]))
 
 
 async def test_a_failed_decode_fails_its_batch_and_the_next_one_runs() -> None:

@@ -18,7 +18,7 @@ from text_generation_router.errors import (
 from text_generation_router.infer import TimeLimits
 from text_generation_router.metrics import Metrics
 from text_generation_router.request_options import Deadline
-from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
+from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
     GoneShardError,
@@ -35,6 +35,7 @@ from router.tests.scheduling import (
     check_integrity,
     collect,
     expected_ids,
+    make_limits,
     make_tokenizer,
 )
 from router.tests.waiting import until
@@ -86,20 +87,11 @@ class World:
             note_restart=lambda: self.metrics.restarts.inc(process="shard"),
         )
         self.shards.report_loss = self.told.append
-        given: dict[str, Any] = {
-            "num_blocks": 64,
-            "block_size": 4,
-            "max_batch_size": 128,
-            "max_batch_prefill_tokens": 4096,
-            "max_batch_total_tokens": 256,
-            "waiting_served_ratio": 0.0,
-            "max_waiting_tokens": 20,
-        }
         self.batcher = Batcher(
             self.shards,
             make_tokenizer(),
             self.metrics,
-            SchedulerLimits(**(given | limits)),
+            make_limits(**({"num_blocks": 64} | limits)),
             resumes_streams,
             most_losses,
         )
