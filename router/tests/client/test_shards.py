@@ -57,9 +57,11 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         return await self._answer(request, context, pb.HealthResponse())
 
     async def Warmup(self, request: Any, context: Any) -> Any:
-        return await self._answer(
-            request, context, pb.WarmupResponse(num_blocks=9 - self._rank, kv_cache_bytes=10)
+        rank = self._rank
+        warmup = pb.WarmupResponse(
+            num_blocks=9 - rank, kv_cache_bytes=10, decode_step_ns=rank, prefill_token_ns=rank
         )
+        return await self._answer(request, context, warmup)
 
     async def Prefill(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context, self._step(request.batch.id, request.number))
@@ -145,6 +147,7 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
     assert prefill.shard_ns == decode.shard_ns == [10, 11, 12]
     assert kept == CachedBatch(3, (11,))
     assert (warmup.num_blocks, warmup.kv_cache_bytes) == (7, 30)
+    assert (warmup.decode_step_ns, warmup.prefill_token_ns) == (2, 2), "of the slowest"
     assert compiled == GrammarResult("no start", 3)
 
 

@@ -167,27 +167,6 @@ def test_every_finish_reason_is_known() -> None:
     assert step.finish_reasons == tuple(expected.values())
 
 
-def test_warmup_takes_the_minimum_of_all_ranks() -> None:
-    ranks = [
-        pb.WarmupResponse(
-            num_blocks=blocks,
-            max_input_tokens=100,
-            max_total_tokens=200,
-            kv_cache_bytes=1000,
-            weights_bytes=500,
-            decode_step_ns=blocks,
-            prefill_token_ns=10 * blocks,
-            prefill_context_ns=20 * blocks,
-        )
-        for blocks in (8, 6)
-    ]
-    warmup = translate.from_warmup(ranks)
-    assert (warmup.num_blocks, warmup.max_input_tokens, warmup.max_total_tokens) == (6, 100, 200)
-    assert (warmup.kv_cache_bytes, warmup.weights_bytes) == (2000, 1000)
-    assert (warmup.decode_step_ns, warmup.prefill_token_ns) == (8, 80)
-    assert warmup.prefill_context_ns == 160
-
-
 def test_info() -> None:
     some = {FieldDescriptor.CPPTYPE_STRING: "a", FieldDescriptor.CPPTYPE_BOOL: True}
     fields = pb.InfoResponse.DESCRIPTOR.fields

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -231,16 +230,6 @@ async def test_no_shards_any_more() -> None:
         with pytest.raises(NoShardsError):
             await w.shards.wait()
         assert not await w.batcher.probe()
-
-
-async def test_nothing_is_left_of_what_was_known_of_lost_blocks() -> None:
-    async with world() as w:
-        for number in range(5):
-            await collect(w.submit((number,) * 9, 6))
-        old = weakref.ref(w.batcher.planner.blocks.cache)
-        w.lose()
-        await collect(w.submit((5, 5), 3))
-        assert w.shards.num_losses == 1 and old() is None
 
 
 @pytest.mark.usefixtures("clock")

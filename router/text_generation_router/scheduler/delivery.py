@@ -31,14 +31,14 @@ class Meter:
         self._metrics = metrics
         self._planner = planner
         self._chunks_prompts = limits.chunks_prompts
-        blocks, size = planner.blocks, limits.block_size
+        size = limits.block_size
         metrics.queue_size.read = lambda: len(planner.queue)
         metrics.batch_current_size.read = lambda: len(planner.running)
-        metrics.batch_current_max_tokens.read = lambda: blocks.allocator.num_used * size
-        metrics.batch_max_total_tokens.read = lambda: blocks.allocator.num_blocks * size
-        metrics.kv_blocks_used.read = lambda: blocks.allocator.num_used
-        metrics.kv_blocks_free.read = lambda: blocks.allocator.num_free
-        metrics.prefix_cache_blocks.read = lambda: len(blocks.cache)
+        metrics.batch_current_max_tokens.read = lambda: planner.blocks.allocator.num_used * size
+        metrics.batch_max_total_tokens.read = lambda: planner.blocks.allocator.num_blocks * size
+        metrics.kv_blocks_used.read = lambda: planner.blocks.allocator.num_used
+        metrics.kv_blocks_free.read = lambda: planner.blocks.allocator.num_free
+        metrics.prefix_cache_blocks.read = lambda: len(planner.blocks.cache)
         metrics.request_preempted.read = lambda: planner.num_preempted
 
     def note_admission(self, plan: Plan) -> None:

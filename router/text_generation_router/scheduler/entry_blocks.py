@@ -22,17 +22,7 @@ class EntryBlocks:
                 f"Given: {limits.max_batch_total_tokens}"
             )
         self._limits = limits
-        self._num_blocks = num_blocks
-        self._begin()
-
-    def clear(self) -> None:
-        """Forgets all blocks and texts. No entry holds any."""
-        self.allocator.forget = lambda block_id: None  # it keeps the old cache alive
-        self._begin()
-
-    def _begin(self) -> None:
-        limits = self._limits
-        self.allocator = BlockAllocator(self._num_blocks, limits.block_size, limits.shares_prefixes)
+        self.allocator = BlockAllocator(num_blocks, limits.block_size, limits.shares_prefixes)
         self.cache = PrefixCache(self.allocator)
 
     # ---- Before an entry runs ----

@@ -354,7 +354,7 @@ class Planner:
         for entry in reversed(lost):
             self.release(entry)
             self.queue.append(entry)
-        self.blocks.clear()
+        self.blocks = EntryBlocks(self._limits)
         return lost
 
 
