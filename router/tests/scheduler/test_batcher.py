@@ -77,6 +77,8 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
         gate.open()
         for other in others:
             assert (await collect(other)).ids == expected_ids((2,), 9)
+    # The token of its prefill, and none that came after its end.
+    assert len((await collect(gone)).tokens) == (method == "decode")
     dropped = ("clear", (0,)) if alone else ("filter", (1,))
     assert dropped in rig.shards.calls
 
