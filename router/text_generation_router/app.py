@@ -128,13 +128,11 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
     health_paths = {"/", "/ping", "/health", config.aip_health_route}
 
     def respond(request: Request) -> Response:
-        path = request.url.path
+        path = request.scope["path"]
         if path in PROBES and request.method in ("GET", "HEAD"):
             return info.probe_answer(state, path == "/livez")
-        is_health = path in health_paths
-        return _respond(
-            request, UnhealthyError() if is_health else StartingError(state.phase), config
-        )
+        error = UnhealthyError() if path in health_paths else StartingError(state.phase)
+        return _respond(request, error, config)
 
     return _answering(respond)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from text_generation_router.api import sse
-from text_generation_router.api.anthropic.errors import error_event
+from text_generation_router.api.anthropic.errors import failed
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.errors import ContextLengthError
@@ -207,7 +207,8 @@ def test_numbers_of_the_context_are_where_claude_code_reads_them(
         max_input_tokens=500,
         max_total_tokens=600,
     )
-    assert error_event(error)["error"] == {"type": "invalid_request_error", "message": sentence}
+    [told] = named_events(failed(error).decode())
+    assert told["error"] == {"type": "invalid_request_error", "message": sentence}
 
 
 MEDIA_PATH = (

@@ -10,6 +10,7 @@ from text_generation_router.api.anthropic.schemas import BLOCK_TYPE
 from text_generation_router.api.body import complaint_of, short
 from text_generation_router.api.errors import describe, error_answer, furthest, respond_as_openai
 from text_generation_router.api.models import is_anthropics
+from text_generation_router.api.sse import named_events
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request_id import current
 
@@ -36,9 +37,9 @@ def respond_about_models(request: Request, error: Exception) -> Response:
     return (respond if is_anthropics(request) else respond_as_openai)(request, error)
 
 
-def error_event(error: Exception) -> dict[str, Any]:
+def failed(error: Exception) -> bytes:
     """The last event of a stream that failed."""
-    return _body(*_describe(error))
+    return named_events([_body(*_describe(error))])
 
 
 def _describe(error: Exception, path: str = PATH, method: str = "POST") -> tuple[int, str]:

@@ -11,7 +11,7 @@ from fastapi import Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, make_id
-from text_generation_router.api.anthropic.errors import error_event
+from text_generation_router.api.anthropic.errors import failed
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
@@ -233,7 +233,7 @@ async def messages(body: MessagesRequest, services: ServicesDependency) -> Respo
     run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body)
     if body.stream:
-        return await open_stream(run.chunks(), headers, _failed, keep_alive=_PING)
+        return await open_stream(run.chunks(), headers, failed, keep_alive=_PING)
     return json_response(await run.whole(), headers)
 
 
@@ -248,7 +248,3 @@ async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -
         prompt = await services.chat.render(conversation_of(body))
         tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
     return json_response({"input_tokens": tokens.count})
-
-
-def _failed(error: Exception) -> bytes:
-    return named_events([error_event(error)])

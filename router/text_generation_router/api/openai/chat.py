@@ -4,6 +4,7 @@ import secrets
 import string
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import orjson
 from fastapi import Response
@@ -238,7 +239,7 @@ async def chat_completions(body: ChatRequest, services: ServicesDependency) -> R
             **warning(body),
         }
         chunks = _stream(body, conversation, services)
-        return await open_stream(chunks, headers, stream.failed_event(PATH))
+        return await open_stream(chunks, headers, partial(stream.failed, PATH))
     return await _answer(body, conversation, services)
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi import Response
 
@@ -71,7 +72,7 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
             **warning(body),
         }
         chunks = _stream(body, prompts, services)
-        return await open_stream(chunks, headers, stream.failed_event(PATH))
+        return await open_stream(chunks, headers, partial(stream.failed, PATH))
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
     work = (

@@ -10,7 +10,7 @@ import orjson
 
 from text_generation_router.api.errors import RequestError, describe
 from text_generation_router.api.openai.schemas import SamplingBody
-from text_generation_router.api.sse import LastEvent, event
+from text_generation_router.api.sse import event
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
 from text_generation_router.generation import Generation
@@ -95,14 +95,10 @@ def generated_tokens(generations: Iterable[Generation | ChatGeneration]) -> int:
     return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
 
 
-def failed_event(path: str) -> LastEvent:
-    """Writes the end of a failed stream in the words of the route at `path`."""
-
-    def write(error: Exception) -> bytes:
-        _, detail = describe(error, path)
-        return event({"error": detail}) + DONE
-
-    return write
+def failed(path: str, error: Exception) -> bytes:
+    """The end of a failed stream in the words of the route at `path`."""
+    _, detail = describe(error, path)
+    return event({"error": detail}) + DONE
 
 
 async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
