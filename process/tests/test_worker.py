@@ -87,15 +87,6 @@ def test_a_call_without_an_answer_fails_alone(shared: Worker, function: str) -> 
     assert server_of(shared) == server
 
 
-def test_a_call_whose_server_dies_is_repeated_once(worker: Worker, tmp_path: Path) -> None:
-    (ends := tmp_path / "ends").write_text("\n")
-    assert worker.call("kill_server", str(ends).encode(), 5) == b"repeated"
-    ends.write_text("\n" * 3)
-    with pytest.raises(WorkerError, match="the process of kill_server died"):
-        worker.call("kill_server", str(ends).encode(), 5)
-    assert ends.read_text() == "\n"
-
-
 def test_a_runner_that_has_grown_ends_after_its_answer(shared: Worker) -> None:
     runner = pid_of(shared)
     assert shared.call("grow_a_little", b"", 5) == str(runner).encode()
