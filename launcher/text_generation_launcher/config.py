@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_process import defaults
@@ -111,7 +111,7 @@ def create_config(
     values = _completed(values)
     commands = _Commands(values, environment, model_id or EMBEDDED_MODEL_ID, num_shards)
     places = (environment.get("XDG_RUNTIME_DIR"), environment.get("TMPDIR"), "/tmp", "/var/tmp")
-    config = LauncherConfig(
+    return LauncherConfig(
         download=commands.download() if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
         shards=tuple(commands.shard(rank) for rank in range(num_shards)),
@@ -122,19 +122,16 @@ def create_config(
         socket_places=tuple(Path(place) for place in places if place),
         master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
         master_port=_number(values, "master-port"),
-        notes=_without_effect(mode, values, num_shards, environment),
-    )
-    if mode is not Mode.SERVE:
-        return config
-    return replace(
-        config,
-        hostname=values["hostname"][0],
-        port=int(values["port"][0]),
+        notes=_without_effect(mode, values, environment),
+        hostname=first(values, "hostname") or defaults.HOSTNAME,
+        port=_number(values, "port") or defaults.PORT,
         prometheus_port=_number(values, "prometheus-port"),
         has_api_key=_has_api_key(values),
         has_tls="ssl-certfile" in values,
         restarts=_restarts(values),
-        termination_timeout_s=float(values["graceful-termination-timeout"][0]),
+        termination_timeout_s=float(
+            first(values, "graceful-termination-timeout") or defaults.TERMINATION_TIMEOUT_S
+        ),
     )
 
 
@@ -155,17 +152,12 @@ def _has_api_key(values: Values) -> bool:
     return "api-key" in values or "api-key-file" in values
 
 
-def _without_effect(
-    mode: Mode, values: Values, num_shards: int, environment: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Notes about flags that have no effect with one shard or without another flag, and about
-    ATTENTION, which chooses one of TGI's kernels."""
-    names = ("master-addr", "master-port") if num_shards == 1 else ()
-    notes = [f"--{name} has no effect with one shard" for name in names if name in values]
+def _without_effect(mode: Mode, values: Values, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Notes about a flag that has no effect without another, and about ATTENTION, which chooses one
+    of TGI's kernels."""
+    notes = []
     if attention := environment.get("ATTENTION"):
         notes.append(f"ATTENTION={attention} has no effect: pytgi has its own kernels")
-    if "otlp-service-name" in values and "otlp-endpoint" not in values:
-        notes.append("--otlp-service-name has no effect without --otlp-endpoint")
     if mode is Mode.SERVE and not _restarts(values) and "resume-streams" in values:
         notes.append(
             "--resume-streams has no effect with --no-restart: the server ends with its shards"

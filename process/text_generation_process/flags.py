@@ -21,13 +21,10 @@ from text_generation_process.option import (
     sizes,
     true_or_false,
     whole,
+    without_effect,
 )
 from text_generation_process.tracing import collector
 
-_NEVER_REMOTE_CODE = (
-    "--trust-remote-code has no effect: pytgi never runs code from a model repository, and serves "
-    "models whose architecture is built in"
-)
 # TGI's other values. Most of them need a checkpoint that is already quantized.
 _CHECKPOINT_QUANTIZATIONS = (
     "awq",
@@ -71,11 +68,11 @@ MODEL = (
         "store keys and values in 8 bits, without scales, instead of the type of --dtype (CUDA)",
         choice("fp8_e4m3fn", "fp8_e5m2"),
     ),
-    Option(
+    without_effect(
         "trust-remote-code",
-        "no effect: pytgi runs no code from a model repository",
+        "pytgi never runs code from a model repository, and serves models whose architecture is "
+        "built in",
         switch=True,
-        note=_NEVER_REMOTE_CODE,
     ),
     refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
     refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
@@ -92,7 +89,6 @@ _STEP_DEADLINE = (
     f"{defaults.LEAST_STEP_DEADLINE_S:g} (on a GPU {defaults.LEAST_STEP_DEADLINE_ON_GPU_S:g}), or "
     f"{defaults.STEP_DEADLINE_FACTOR:g} times what warm-up expects of such a step"
 )
-_OWN_KERNELS = "pytgi computes every model with its own kernels, and has no other implementation"
 
 SHARDS = (
     Option(
@@ -157,11 +153,10 @@ SHARDS = (
         "--max-batch-size",
         sizes,
     ),
-    Option(
+    without_effect(
         "disable-custom-kernels",
-        f"no effect: {_OWN_KERNELS}",
+        "pytgi computes every model with its own kernels, and has no other implementation",
         switch=True,
-        note=f"--disable-custom-kernels has no effect: {_OWN_KERNELS}",
     ),
     shard_option(
         "enable-reflection",
@@ -172,12 +167,10 @@ SHARDS = (
         "watermark-gamma", "share of the vocabulary that the watermark favours", number(0, 1)
     ),
     shard_option("watermark-delta", "added to the scores of these tokens", not_negative),
-    Option(
+    without_effect(
         "enable-prefill-logprobs",
-        "no effect: always on",
+        "requests can always ask for the log-probabilities of their prompt (decoder_input_details)",
         switch=True,
-        note="--enable-prefill-logprobs has no effect: requests can always ask for the "
-        "log-probabilities of their prompt (decoder_input_details)",
     ),
 )
 
@@ -217,11 +210,10 @@ PROCESS = (
         to=(Child.SHARD, Child.ROUTER),
         modes=HTTP,
     ),
-    Option(
+    without_effect(
         "usage-stats",
-        "no effect: pytgi never sends usage statistics",
-        choice("on", "off", "no-stack"),
-        note="--usage-stats has no effect: pytgi never sends usage statistics",
+        "pytgi never sends usage statistics",
+        parse=choice("on", "off", "no-stack"),
         plain=("off",),
     ),
     Option(

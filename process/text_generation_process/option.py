@@ -180,6 +180,12 @@ shard_option = partial(Option, to=SHARD)
 WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
 
 
+def without_effect(name: str, why: str, **rest: object) -> Option:
+    """An option of TGI that changes nothing here."""
+    note = f"--{name} has no effect: {why}"
+    return Option(name, f"no effect: {why}", note=note, **rest)  # type: ignore[arg-type]
+
+
 def refused(name: str, what: str, instead: str, **rest: object) -> Option:
     """An option of TGI that is known here, but not supported."""
     sentence = f"--{name} is not supported yet ({what}): {instead}"
