@@ -50,23 +50,6 @@ def test_the_commands_of_a_hub_model():
     ]
 
 
-@pytest.mark.parametrize("mode", [Mode.SERVE, Mode.SHARDS])
-def test_several_shards_know_each_other(mode: Mode) -> None:
-    config = create("--num-shard", "2", "--dtype", "float32", mode=mode)
-    for rank, shard in enumerate(config.shards):
-        assert (shard.name, shard.rank) == (f"shard {rank}", rank)
-        assert arguments(shard.argv)[2:8] == [
-            "--uds-path={shard_uds_path}",
-            f"--rank={rank}",
-            "--world-size=2",
-            "--master-addr=localhost",
-            "--master-port={master_port}",
-            "--dtype=float32",
-        ]
-    assert len(config.shards) == 2 and create().shards[0].rank is None
-    assert config.master_port is None
-
-
 NO_CACHE, NO_CHUNKS = "--disable-prefix-caching", "--disable-prefill-chunking"
 
 
@@ -238,8 +221,10 @@ def test_the_number_of_shards_and_where_they_meet():
     config = create(NUM_SHARD="3", **rendezvous, STEP_DEADLINE="7.5")
     assert (config.master_addr, config.master_port, config.notes) == ("127.0.0.2", 29501, ())
     for rank, shard in enumerate(config.shards):
+        assert (shard.name, shard.rank) == (f"shard {rank}", rank)
         expected = {f"--rank={rank}", "--world-size=3", "--step-deadline=7.5"}
-        assert expected | {"--master-addr=127.0.0.2"} <= set(shard.argv)
-    assert len(config.shards) == 3
+        rendezvous_flags = {"--master-addr=127.0.0.2", "--master-port={master_port}"}
+        assert expected | rendezvous_flags <= set(shard.argv)
+    assert len(config.shards) == 3 and create().shards[0].rank is None
     assert len(create(SHARDED="true", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 2
     assert len(create(SHARDED="0", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 1

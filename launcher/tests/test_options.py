@@ -1,7 +1,4 @@
-from contextlib import suppress
-
 import pytest
-from text_generation_launcher.config import create_config
 from text_generation_launcher.options import (
     OPTIONS,
     describe,
@@ -12,8 +9,6 @@ from text_generation_launcher.options import (
     split_mode,
 )
 from text_generation_process.option import Child, InvalidOptions, Mode, Option
-
-# fmt: on
 
 
 def test_every_option_does_something():
@@ -191,43 +186,6 @@ def test_a_flag_of_another_mode_is_unknown(mode, argv, environment, capsys):
     with pytest.raises(SystemExit):
         read_options(argv, {}, mode)
     assert f"unrecognized arguments: {argv[0]}" in capsys.readouterr().err
-
-
-# A value for each kind of option: the first that it takes.
-VALUES = (
-    *("3", "0.5", "true", "int8", "float32", "cpu", "fp8_e5m2", "linear", "last", "auto"),
-    *("http://x:4317", "/x", "127.0.0.1"),
-)
-FORWARDED = [(option, child) for option in OPTIONS for child in option.to if not option.secret]
-
-
-def value_of(option: Option) -> str:
-    """A value that the option takes."""
-    if option.name in ("ssl-certfile", "ssl-keyfile"):
-        return __file__
-    for value in VALUES:
-        if option.environment_applies(value):
-            with suppress(ValueError):
-                return option.parse(value)
-    raise AssertionError(option.name)
-
-
-@pytest.mark.parametrize(
-    ("option", "child"), FORWARDED, ids=[f"{one.name}-{child.value}" for one, child in FORWARDED]
-)
-def test_a_child_gets_the_flag_and_the_variable(option: Option, child: Child):
-    base = {"MODEL_ID": "some/model", "API_KEY": "k"}
-    base |= {"SSL_CERTFILE": __file__, "SSL_KEYFILE": __file__}
-    value = "true" if option.switch else value_of(option)
-    argument = option.flag if option.switch else f"{option.flag}={value}"
-    for argv, given in (([argument], base), ([], base | {option.variable: value})):
-        config = create_config(read_options(argv, given), given)
-        commands = {
-            Child.DOWNLOAD: config.download,
-            Child.SHARD: config.shards[0],
-            Child.ROUTER: config.router,
-        }
-        assert argument in commands[child].argv
 
 
 @pytest.mark.parametrize(

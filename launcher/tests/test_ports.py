@@ -7,15 +7,6 @@ from text_generation_launcher import ports
 from text_generation_launcher.ports import AddressError, PortClaim
 
 
-def test_a_port_that_another_launcher_is_going_to_use(free_port):
-    claim = PortClaim("127.0.0.1", free_port, "--port")
-    with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
-        PortClaim("127.0.0.1", free_port, "--port")
-    PortClaim("127.0.0.2", free_port, "--port").close()
-    claim.close()
-    PortClaim("127.0.0.1", free_port, "--port").close()
-
-
 def test_a_port_whose_last_connections_are_still_closing(free_port):
     """A server can start directly after another one has ended."""
     with socket.create_server(("127.0.0.1", free_port)) as server:
@@ -58,10 +49,3 @@ def test_other_refusals_of_the_system(number, expected, monkeypatch):
     monkeypatch.setattr(ports, "bind_port", refuse)
     with pytest.raises(AddressError, match=expected):
         PortClaim("h", 80, "--port")
-
-
-def test_two_free_ports_are_never_one():
-    one, other = PortClaim("localhost", None, "--port"), PortClaim("localhost", None, "--port")
-    assert one.number != other.number
-    for port in (one, other):
-        port.close()

@@ -124,18 +124,6 @@ def test_the_child_that_failed_first_is_named(world: World):
     index_of(world, "shard 0 ended because another shard failed")
 
 
-def test_a_shard_that_is_stopped_is_named_and_killed(world: World):
-    world.after(0.5, lambda: setattr(world.children["shard 1"], "is_stopped", True))
-    world.end_later("shard 0", 1.0, 3, "shard 1 did not come within 20 s in message 7")
-    assert world.run(num_shards=2) == 1
-    assert world.now < 6
-    assert world.log.lines[-1] == (
-        "shard 0 ended because another shard failed (exit code 3) while serving: shard 1 did not "
-        "come within 20 s in message 7 (shard 1 is stopped, as by SIGSTOP)"
-    )
-    assert world.children["shard 1"].returncode == -signal.SIGKILL
-
-
 def test_ranks_that_report_the_same_error_are_logged_once(world: World):
     for rank in range(3):
         world.behaviours[f"shard {rank}"] = lambda child: None
@@ -203,24 +191,6 @@ def test_processes_that_do_not_serve_again_are_ended(world: World):
     assert world.run(restarts=True) == 1
     assert world.log.lines[-1] == "the replaced processes do not serve after 60 s"
     assert sum(line.startswith("the router started") for line in world.trace) == 6
-
-
-@pytest.mark.parametrize("code", [0, 1, 3])
-def test_the_exit_code_of_a_batch_is_the_launchers(world: World, code):
-    world.end_later("the batch", 1.0, code)
-    assert world.run(Mode.BATCH) == code
-    assert world.trace == [
-        "shard 0 started with /models/some",
-        "the batch started with /models/some",
-        "shard 0 got SIGTERM",
-    ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_batch_is_a_failure(world: World, number):
-    world.stop(1.0, number)
-    assert world.run(Mode.BATCH) == 128 + number
-    assert world.trace[2:] == ["the batch got SIGTERM", "shard 0 got SIGTERM"]
 
 
 def test_a_batch_that_has_lost_its_shard_is_not_the_cause(world: World):

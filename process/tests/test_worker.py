@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,23 +132,6 @@ def test_close_ends_calls_and_processes(worker: Worker) -> None:
     wait_until(lambda: not any(is_running(process.pid) for process in processes))
     with pytest.raises(WorkerClosedError):
         worker.call("pid", b"", 5)
-
-
-def test_all_processes_end_with_the_parent() -> None:
-    program = f"""
-from text_generation_process.worker import Worker
-worker = Worker({MODULE!r}, memory_bytes={MEMORY_BYTES})
-print(worker.call("pid", b"", 5).decode(), flush=True)
-worker.call("sleep", b"", 60)
-"""
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        runner = psutil.Process(int(parent.stdout.readline()))
-        server = runner.parent()
-        assert server is not None
-        parent.kill()
-    wait_until(lambda: not is_running(server.pid) and not is_running(runner.pid))
 
 
 def test_a_process_without_descriptors_is_told_so(worker: Worker) -> None:

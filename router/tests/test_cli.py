@@ -1,14 +1,14 @@
 """Flags, and the one line that a failed start leaves."""
 
 import dataclasses
-import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from text_generation_process.descriptors import LineStream
 from text_generation_router import cli, services
-from text_generation_router.app import create_app
 from text_generation_router.cli import create_parser, main
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
@@ -58,13 +58,6 @@ def test_values_that_can_not_be(options: dict[str, object], sentence: str) -> No
     assert str(caught.value).startswith(sentence)
 
 
-def test_print_schema(capfd: pytest.CaptureFixture[str]) -> None:
-    main(["print-schema"])
-    schema = json.loads(capfd.readouterr().out)
-    # The document itself is frozen in integration_tests.
-    assert schema == create_app(config()).openapi()
-
-
 @pytest.mark.parametrize(
     ("environment", "keys"),
     [
@@ -98,6 +91,8 @@ def test_a_start_that_fails_is_one_line(
 
 
 def error_line(capfd: pytest.CaptureFixture[str]) -> str:
+    assert isinstance(sys.stdout, LineStream)
+    sys.stdout.finish()
     (line,) = capfd.readouterr().out.splitlines()
     _, level, target, message = line.split(maxsplit=3)
     assert (level, target) == ("ERROR", "text_generation_router:")

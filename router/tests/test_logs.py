@@ -10,12 +10,13 @@ from text_generation_router.logs import LineFormatter, configure_logs
 
 
 def test_text(capfd: pytest.CaptureFixture[str]) -> None:
-    configure_logs("INFO", json_output=False)
+    output = configure_logs("INFO", json_output=False)
     logging.getLogger("text_generation_router").info("Connected %d", 1)
     logging.getLogger("text_generation_router").debug("not shown")
     logging.getLogger("uvicorn.error").info("not shown")
     logging.getLogger("uvicorn.error").warning("shown")
     logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
+    assert output.flush(5)
     first, second = capfd.readouterr().out.splitlines()
     moment = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
     assert re.fullmatch(moment + "  INFO text_generation_router: Connected 1", first)
@@ -23,11 +24,12 @@ def test_text(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(capfd: pytest.CaptureFixture[str]) -> None:
-    configure_logs("DEBUG", json_output=True)
+    output = configure_logs("DEBUG", json_output=True)
     try:
         raise KeyError("why")
     except KeyError:
         logging.getLogger("a.b").exception('"é"\n')
+    assert output.flush(5)
     (line,) = capfd.readouterr().out.splitlines()
     known = json.loads(line)
     assert list(known) == ["timestamp", "level", "target", "message"]
