@@ -21,8 +21,6 @@ from text_generation_launcher.supervisor import Supervisor
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a stop signal. Exit code 0 after a signal, 1 after a failure or for options that
     contradict each other, 2 for an option that can't be read; a batch has its own."""
-    if argv is None:
-        _insist_on_utf8()
     fill_standard_descriptors()
     raise_file_limit()
     block_signals()
@@ -74,14 +72,6 @@ def describe_environment() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         gpus = str(error)
     return "\n".join([*lines, f"nvidia-smi: {gpus}"])
-
-
-def _insist_on_utf8() -> None:
-    """Executes the program again with UTF-8, if names of files use another encoding (LC_ALL=C and
-    PYTHONUTF8=0): all processes then have the same name for a model's directory."""
-    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        environment = {**os.environ, "PYTHONUTF8": "1"}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ from text_generation_launcher.config import EMBEDDED_MODEL_ID, LauncherConfig
 if TYPE_CHECKING:
     from http.client import HTTPConnection
 
+TIMEOUT_S = 1.0
+"""Short, because the ends of children and heartbeats are not noticed during a probe."""
 
-def is_healthy(config: LauncherConfig, timeout_s: float) -> bool:
+
+def is_healthy(config: LauncherConfig) -> bool:
     """Whether GET /health is answered with 200."""
     # Imported late: the import is slow, and the children load at the same time.
     from http.client import HTTPException
 
     host = reachable_host(config.hostname)
-    connection = connection_to(host, config.port, config.has_tls, timeout_s)
+    connection = connection_to(host, config.port, config.has_tls, TIMEOUT_S)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -55,9 +55,6 @@ FAILURE_TERMINATION_S = 10.0
 """Short, because after a failure running requests can't finish."""
 SHARD_FAILURE_TERMINATION_S = 2.0
 """Shorter, because shards may wait for one that is gone, or be stopped and not handle SIGTERM."""
-PROBE_TIMEOUT_S = 2.0
-REPLACED_PROBE_TIMEOUT_S = 0.5
-"""Short, because the heartbeat is not read during a probe."""
 LAST_EVENTS_S = 1.5
 """After a second signal the router sends last events for a second, and then ends."""
 
@@ -116,7 +113,7 @@ class Supervisor:
                 self._announce_shards(model_path)
             else:
                 assert self._router is not None
-                self._wait_for({self._router: lambda: is_healthy(self._config, PROBE_TIMEOUT_S)})
+                self._wait_for({self._router: lambda: is_healthy(self._config)})
                 self._announce()
                 if self._config.restarts:
                     self._serve(model_path, time.monotonic() - begun_at)
@@ -325,7 +322,7 @@ class Supervisor:
 
     def _is_ready_again(self) -> bool:
         has_sockets = all(Path(path).exists() for path in self._sockets.paths)
-        if not has_sockets or not is_healthy(self._config, REPLACED_PROBE_TIMEOUT_S):
+        if not has_sockets or not is_healthy(self._config):
             return False
         for child in self._watched():
             child.settle()
