@@ -31,7 +31,7 @@ from text_generation_router.tokenizer import Tokenizer
 
 MODEL = Path(text_generation_launcher.__file__).parent / "embedded_model"
 TOKENIZER = Tokenizer.load(MODEL, num_workers=1)
-TEMPLATE = ChatTemplate.load(MODEL, None, TOKENIZER.bos_token, TOKENIZER.eos_token)
+TEMPLATE = ChatTemplate.load(MODEL, None)
 assert TEMPLATE is not None
 RENDERER = Renderer(TEMPLATE.sources, TEMPLATE.special_tokens)
 

@@ -108,7 +108,7 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         max_total_tokens=config.max_total_tokens or WARMUP.max_total_tokens,
     )
     tokenizer = Tokenizer.load(directory)
-    workers = KeptTemplates.of(load_template(config, tokenizer))
+    workers = KeptTemplates.of(load_template(config))
     return assemble(config, shards, tokenizer, info, warmup, workers)
 
 

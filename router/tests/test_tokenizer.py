@@ -259,7 +259,7 @@ def test_wrong_settings_work_or_are_one_sentence(value: object, tmp_path: Path) 
         given = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", name: value}
         save(byte_level(), tmp_path, tokenizer_config=given)
         try:
-            tokenizer = Tokenizer.load(tmp_path)
-            ChatTemplate.load(tmp_path, None, tokenizer.bos_token, tokenizer.eos_token)
+            Tokenizer.load(tmp_path)
+            ChatTemplate.load(tmp_path, None)
         except ValueError as error:
             assert name in str(error) and "\n" not in str(error)

@@ -364,20 +364,15 @@ async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
     with _start_errors():
         path, num_workers = Path(config.tokenizer_name), config.validation_workers
         tokenizer = await asyncio.to_thread(Tokenizer.load, path, num_workers)
-    workers.begin(await asyncio.to_thread(load_template, config, tokenizer))
+    workers.begin(await asyncio.to_thread(load_template, config))
     return tokenizer
 
 
-def load_template(config: RouterConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+def load_template(config: RouterConfig) -> ChatTemplate | None:
     """The model's chat template, None if it has none. Raises StartError."""
     path = config.tokenizer_config_path
     with _start_errors():
-        return ChatTemplate.load(
-            Path(config.tokenizer_name),
-            None if path is None else Path(path),
-            tokenizer.bos_token,
-            tokenizer.eos_token,
-        )
+        return ChatTemplate.load(Path(config.tokenizer_name), None if path is None else Path(path))
 
 
 @contextmanager

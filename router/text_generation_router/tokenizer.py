@@ -5,8 +5,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,9 +48,10 @@ class Tokenizer:
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._long_texts = None if path is None else LongTexts(path)
         self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
-        # Caches with at most one entry per id.
-        self._bytes_of: dict[int, bytes] = {}
-        self._plain_text_of: dict[int, str | None] = {}
+        self.token_bytes: Callable[[int], bytes] = cache(self._token_bytes)
+        """The token's text after other tokens, in UTF-8; may be part of a character."""
+        self.plain_text: Callable[[int], str | None] = cache(self._plain_text)
+        """The token's text after other tokens; None for special tokens and parts of characters."""
         decoders = str(tokenizer.decoder and tokenizer.decoder.__getstate__())
         self._is_byte_level = '"ByteLevel"' in decoders
         self._has_byte_fallback = '"ByteFallback"' in decoders
@@ -145,26 +145,13 @@ class Tokenizer:
         """A decoder for one generation."""
         return StreamDecoder(self.token_bytes)
 
-    def plain_text(self, token_id: int) -> str | None:
-        """The token's text after other tokens; None for special tokens and parts of characters."""
+    def _plain_text(self, token_id: int) -> str | None:
         try:
-            return self._plain_text_of[token_id]
-        except KeyError:
-            text = None
-            if not self.is_special(token_id):
-                with suppress(UnicodeDecodeError):
-                    text = self.token_bytes(token_id).decode()
-            self._plain_text_of[token_id] = text
-            return text
+            return None if self.is_special(token_id) else self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The token's text after other tokens, in UTF-8; may be part of a character."""
-        known = self._bytes_of.get(token_id)
-        if known is None:
-            known = self._bytes_of[token_id] = self._look_up_bytes(token_id)
-        return known
-
-    def _look_up_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

@@ -214,14 +214,15 @@ def rendered(template: ChatTemplate | None, **options: Any) -> str:
 
 def load(directory: Path, path: Path | None = None) -> str | None:
     """What the loaded template renders."""
-    template = ChatTemplate.load(directory, path, "<b>", None)
+    template = ChatTemplate.load(directory, path)
     return None if template is None else rendered(template)
 
 
 def test_the_files_of_a_model(tmp_path: Path) -> None:
     assert load(tmp_path) is None
     config: dict[str, Any] = {"eos_token": {"content": "<e>"}, "pad_token": None}
-    write(tmp_path, tokenizer_config_DOT_json=config)
+    special = {"bos_token": "<b>", "eos_token": "<x>"}
+    write(tmp_path, tokenizer_config_DOT_json=config, special_tokens_map_DOT_json=special)
     assert load(tmp_path) is None
     for empty in ("", " \n", [{"name": "default", "template": ""}]):
         write(tmp_path, tokenizer_config_DOT_json={"chat_template": empty})
@@ -232,13 +233,13 @@ def test_the_files_of_a_model(tmp_path: Path) -> None:
     listed = [{"name": "default", "template": "listed"}, {"name": "tool_use", "template": "tools"}]
     write(tmp_path, tokenizer_config_DOT_json={"chat_template": listed})
     assert load(tmp_path) == "listed"
-    assert rendered(ChatTemplate.load(tmp_path, None, None, None), tools=TOOLS) == "tools"
+    assert rendered(ChatTemplate.load(tmp_path, None), tools=TOOLS) == "tools"
     write(tmp_path, chat_template_DOT_json={"chat_template": "old file"})
     assert load(tmp_path) == "old file"
     write(tmp_path, chat_template_DOT_jinja="own file")
     assert load(tmp_path) == "own file"
     write(tmp_path, additional_chat_templates__rag_DOT_jinja="more")
-    assert rendered(ChatTemplate.load(tmp_path, None, None, None), name="rag") == "more"
+    assert rendered(ChatTemplate.load(tmp_path, None), name="rag") == "more"
     assert load(tmp_path) == "own file"
 
 
@@ -246,7 +247,7 @@ def test_a_given_file_wins(tmp_path: Path) -> None:
     write(
         tmp_path,
         chat_template_DOT_jinja="own file",
-        tokenizer_config_DOT_json={"eos_token": "<e>"},
+        tokenizer_config_DOT_json={"bos_token": "<b>", "eos_token": "<e>"},
         other_DOT_json={"chat_template": "other {{ bos_token }}", "bos_token": "<o>"},
         other_DOT_jinja="jinja {{ bos_token }}{{ eos_token }}",
         empty_DOT_json={},

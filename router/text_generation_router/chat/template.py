@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from text_generation_router.json_file import read_object, read_text
+from text_generation_router.tokenizer_file import content_of, read_settings
 
 MAX_BYTES = 2**30
 """Memory for one rendering: prompts of millions of characters fit many times."""
@@ -26,29 +27,22 @@ class ChatTemplate:
         """The default template of a chat with tools."""
 
     @classmethod
-    def load(
-        cls,
-        directory: Path,
-        tokenizer_config_path: Path | None,
-        bos_token: str | None,
-        eos_token: str | None,
-    ) -> "ChatTemplate | None":
+    def load(cls, directory: Path, tokenizer_config_path: Path | None) -> "ChatTemplate | None":
         """Reads the model's templates; None if it has none.
 
         A `tokenizer_config_path` replaces the model's own files: a file like
         tokenizer_config.json, or a template if its name ends in `.jinja`. Raises ValueError, one
         sentence, for a file that can not be read. Invalid Jinja is an error of the rendering.
         """
-        own_config = directory / "tokenizer_config.json"
+        config = read_settings(directory)
         if tokenizer_config_path is None:
-            config = read_object(own_config)
             sources = _read_sources(directory, config)
         elif tokenizer_config_path.suffix == ".jinja":
-            config = read_object(own_config)
             sources = {DEFAULT: read_text(tokenizer_config_path)}
         elif tokenizer_config_path.is_file():
-            config = read_object(tokenizer_config_path)
-            sources = _named(config.get("chat_template"), tokenizer_config_path)
+            given = read_object(tokenizer_config_path)
+            sources = _named(given.get("chat_template"), tokenizer_config_path)
+            config |= given
         else:
             raise ValueError(
                 f"The file {tokenizer_config_path} of --tokenizer-config-path does not exist; give "
@@ -56,9 +50,8 @@ class ChatTemplate:
             )
         # A template without text is none: its prompts would be empty.
         sources = {name: source for name, source in sources.items() if source.strip()}
-        given = {"bos_token": bos_token, "eos_token": eos_token}
-        special_tokens = {name: text for name, text in given.items() if text is not None}
-        special_tokens |= _special_tokens(config)
+        tokens = {name: content_of(it) for name, it in config.items() if name.endswith("_token")}
+        special_tokens = {name: text for name, text in tokens.items() if text is not None}
         return cls(sources, special_tokens) if sources else None
 
 
@@ -93,16 +86,6 @@ def _named(template: Any, path: Path) -> dict[str, str]:
         f"The chat_template in {path} must be a text or a list of objects with `name` and "
         "`template`."
     )
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer_config.json, by name."""
-    found = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
 
 
 def _text(characters: str) -> str:
