@@ -22,8 +22,8 @@ from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import PlainCopies
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.grammar import Grammar, compile_tried, try_text
+from text_generation_shard.grammars.tokenizer import TokenizerFile
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -181,9 +181,9 @@ def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[Ne
 def grammars_of(engine: Engine, directory: Path) -> dict[str, Grammar]:
     """GRAMMARS, compiled. Raises RuntimeError."""
     config = engine.model.config
-    compiler = GrammarCompiler(directory, config.vocab_size, config.eos_token_ids)
-    found = {name: compiler.compile_now(text) for name, text in GRAMMARS.items()}
-    compiler.close()
+    file = TokenizerFile(directory / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    own = file.load()
+    found = {name: compile_tried(own, try_text(own, text)) for name, text in GRAMMARS.items()}
     for name, grammar in found.items():
         if grammar.error or grammar.min_tokens > 20:
             raise RuntimeError(f"the grammar {name} can not be used: {grammar.error}")

@@ -19,6 +19,9 @@ from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import Grammar, compile_tried, try_text
+from text_generation_shard.grammars.tokenizer import GrammarError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.server import load_on, read_config
@@ -67,6 +70,15 @@ def limits_of(max_prefill_tokens: int, max_batch_size: int, **others: int) -> pb
     return pb.WarmupRequest(
         max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size, **others
     )
+
+
+def compile_now(compiler: GrammarCompiler, text: str) -> Grammar:
+    """Compile in this thread, without limits or the cache."""
+    try:
+        tokenizer = compiler._load()
+    except GrammarError as error:
+        return Grammar(str(error))
+    return compile_tried(tokenizer, try_text(tokenizer, text))
 
 
 def errors_of(output: pb.StepResponse) -> dict[int, str]:

@@ -28,15 +28,11 @@ def temporary_folder(name: str) -> Path:
     with a sentence, if it can not be used."""
     try:
         path = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
-    except FileNotFoundError as error:
-        raise OSError(
-            "no folder for temporary files can be written: set TMPDIR to one that can"
-        ) from error
-    try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"cannot make {path}: {error.strerror}: set TMPDIR to another folder"
+            f"cannot make a folder for temporary files ({error.strerror}): set TMPDIR to one that "
+            "can be written"
         ) from error
     state = path.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():

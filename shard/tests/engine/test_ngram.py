@@ -17,7 +17,7 @@ from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check
-from shard.tests.driver import Driver
+from shard.tests.driver import Driver, compile_now
 from shard.tests.grammars.test_grammar import schema_text
 
 # The end token and two others, equally likely: what a row writes repeats, and is drafted often.
@@ -165,7 +165,7 @@ def test_a_grammar_is_followed_and_ended_as_without_draft_tokens(
     schemas = draw.sample(SCHEMAS, 12)
     several = 0
     for number, schema in enumerate(schemas):
-        grammar = compiler.compile_now(schema_text(schema))
+        grammar = compile_now(compiler, schema_text(schema))
         options: dict[str, Any] = {
             "grammar": grammar,
             "max_new_tokens": min(300, grammar.min_tokens + spare),

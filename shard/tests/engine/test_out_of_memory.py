@@ -23,7 +23,7 @@ from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 from torch import Tensor
 
-from shard.tests.driver import Driver, errors_of, load_engine, reference_device
+from shard.tests.driver import Driver, compile_now, errors_of, load_engine, reference_device
 from shard.tests.engine.test_engine_behind import tokens_of
 from shard.tests.engine.test_mixed_steps import make_wanted, run_mixed
 from shard.tests.stream_device import StreamDevice
@@ -304,7 +304,7 @@ def test_grammars_and_their_neighbours(
     model = engine.model.config
     compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
     try:
-        grammar = compiler.compile_now("start: /([0-4]{3} )+/")
+        grammar = compile_now(compiler, "start: /([0-4]{3} )+/")
     finally:
         compiler.close()
     drawn = {"do_sample": True, "temperature": 1.5}

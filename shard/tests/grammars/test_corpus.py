@@ -25,6 +25,7 @@ from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
+from shard.tests.driver import compile_now
 from shard.tests.grammar_formats import FORMATS
 from shard.tests.grammars.test_grammar import EMBEDDED, walk
 from shard.tests.random_grammars import Schema, regular_expressions, schemas
@@ -61,7 +62,7 @@ def compiled() -> Callable[[Asked], Grammar]:
 
     def compile_asked(asked: Asked) -> Grammar:
         try:
-            return compiler.compile_now(write(asked))
+            return compile_now(compiler, write(asked))
         except GrammarError as error:
             return Grammar(str(error))
 

@@ -13,6 +13,7 @@ from text_generation_shard.grammars.tokenizer import TokenizerFile
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
+from shard.tests.driver import compile_now
 from shard.tests.grammars.test_grammar import EMBEDDED, allowed, schema_text, walk
 
 
@@ -99,7 +100,7 @@ LARKS = {
 
 @pytest.mark.parametrize("source", LARKS)
 def test_lark(source: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    grammar = compiler.compile_now(source)
+    grammar = compile_now(compiler, source)
     assert not grammar.error
     draw = random.Random(3)
     for spare in (0, 1, 2, 8, 30):
@@ -111,7 +112,7 @@ def test_one_token_may_ask_for_many_more(compiler: GrammarCompiler, tokenizer: T
     """A bracket is written only if its required content fits."""
     large = closed(**{f"a_long_name_{number}": {"type": "string"} for number in range(40)})
     schema = {"type": "array", "items": {"anyOf": [{"type": "integer"}, large]}}
-    grammar = compiler.compile_now(schema_text(schema))
+    grammar = compile_now(compiler, schema_text(schema))
     opens = {token for token in range(4096) if "{" in tokenizer.decode([token])}
     for room in (40, 300, 700, 1200):
         constraint, written = Constraint(grammar, (), room, 0), list[int]()
@@ -133,7 +134,7 @@ def test_a_text_goes_on_to_where_an_ending_is_found(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grammar = compiler.compile_now(r"start: /[a-z](\[[0-9]+\])?/")
+    grammar = compile_now(compiler, r"start: /[a-z](\[[0-9]+\])?/")
     find, asked = EndingSearch.find, list[int]()
 
     def late(self: EndingSearch, *values: Any) -> list[int] | None:

@@ -15,7 +15,7 @@ from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
-from shard.tests.driver import Driver, errors_of
+from shard.tests.driver import Driver, compile_now, errors_of
 
 EMBEDDED = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
 WHITESPACE = {"whitespace_flexible": False, "whitespace_pattern": "[\\x20]?"}
@@ -59,7 +59,7 @@ def walk(grammar: Grammar, max_new_tokens: int, draw: random.Random) -> list[int
 def test_the_engine_writes_what_the_schema_says_beside_others_it_does_not_change(
     driver: Driver, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    person = compiler.compile_now(schema_text(PERSON))
+    person = compile_now(compiler, schema_text(PERSON))
     free = {"max_new_tokens": 30, "ignore_eos_token": True}
     driver.add([driver.request(0, [9, 8, 7], **free), driver.request(1, [5, 6], **free)])
     driver.run()
@@ -89,7 +89,7 @@ def test_a_preempted_text_goes_on_as_without_preemption(
     driver: Driver, compiler: GrammarCompiler, max_new_tokens: int
 ) -> None:
     options = {
-        "grammar": compiler.compile_now(schema_text(PERSON)),
+        "grammar": compile_now(compiler, schema_text(PERSON)),
         "sampling": DRAWN,
         "max_new_tokens": max_new_tokens,
     }
@@ -107,7 +107,7 @@ def test_a_preempted_text_goes_on_as_without_preemption(
 
 
 def test_the_grammar_decides_about_end_tokens(driver: Driver, compiler: GrammarCompiler) -> None:
-    digits = compiler.compile_now("start: /[0-9]{1,12}/")
+    digits = compile_now(compiler, "start: /[0-9]{1,12}/")
     wants_end = {"logit_bias": ((0, 100.0),)}
     cases: list[dict[str, Any]] = [{}, {"min_new_tokens": 5}, {"ignore_eos_token": True}]
     for request_id, options in enumerate(cases):
@@ -133,7 +133,7 @@ def test_a_text_that_is_brought_to_its_end_was_cut(
     driver: Driver, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     # A spare token: the end token is not the last one allowed.
-    strings = compiler.compile_now(schema_text({"type": "array", "items": {"type": "string"}}))
+    strings = compile_now(compiler, schema_text({"type": "array", "items": {"type": "string"}}))
     never_closes = {"logit_bias": ((tokenizer.token_to_id("]"), -100.0),)}
     driver.add([driver.request(0, [3], grammar=strings, sampling=never_closes, max_new_tokens=9)])
     driver.run()
@@ -143,9 +143,9 @@ def test_a_text_that_is_brought_to_its_end_was_cut(
 
 
 def test_a_request_that_fails_fails_alone(driver: Driver, compiler: GrammarCompiler) -> None:
-    digits = compiler.compile_now("start: /[0-9]+/")
+    digits = compile_now(compiler, "start: /[0-9]+/")
     driver.add([driver.request(0, [3], max_new_tokens=6, ignore_eos_token=True)])
-    broken = driver.request(1, [3], grammar=compiler.compile_now("start: nothing"))
+    broken = driver.request(1, [3], grammar=compile_now(compiler, "start: nothing"))
     # What it says it has generated is not what its grammar allows.
     stranger = driver.request(2, [3, 50, 51], num_prompt_tokens=1, grammar=digits)
     healthy = driver.request(3, [3], grammar=digits)
@@ -161,7 +161,7 @@ def test_a_request_that_fails_fails_alone(driver: Driver, compiler: GrammarCompi
 def test_logprobs_are_those_among_the_allowed_tokens(
     driver: Driver, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    grammar = compiler.compile_now("start: /[0-4]/")
+    grammar = compile_now(compiler, "start: /[0-4]/")
     result = driver.add([driver.request(0, [3], grammar=grammar, top_n_tokens=300)]).generations
     assert {tokenizer.id_to_token(token) for token in result.top_token_ids} == set("01234")
     assert math.fsum(map(math.exp, result.top_token_logprobs)) == pytest.approx(1.0)
@@ -169,14 +169,14 @@ def test_logprobs_are_those_among_the_allowed_tokens(
 
 
 def test_what_can_not_be_written_is_one_sentence(compiler: GrammarCompiler, tmp_path: Path) -> None:
-    endless = compiler.compile_now('start: "a" start')
+    endless = compile_now(compiler, 'start: "a" start')
     assert endless.error.startswith("no text matches it")
     assert endless.min_tokens == 0
-    nested = compiler.compile_now("start: /((((a{1,99}){1,99}){1,99}){1,99}b){1,99}/")
+    nested = compile_now(compiler, "start: /((((a{1,99}){1,99}){1,99}){1,99}b){1,99}/")
     assert "\n" not in nested.error
-    without = GrammarCompiler(tmp_path, 300, [0]).compile_now("start: /a/")
+    without = compile_now(GrammarCompiler(tmp_path, 300, [0]), "start: /a/")
     assert "grammars do not work with this model's tokenizer.json" in without.error
-    small = GrammarCompiler(EMBEDDED, 10, [0]).compile_now("start: /a/")
+    small = compile_now(GrammarCompiler(EMBEDDED, 10, [0]), "start: /a/")
     assert "vocab size too small" in small.error
 
 
@@ -187,6 +187,6 @@ def test_a_tokenizer_with_more_ids_than_the_model(tiny_model_path: Path, tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     compiler = GrammarCompiler(tmp_path, 300, [0])
     try:
-        assert not compiler.compile_now('{"grammars": [{"lark_grammar": "start: /ab/"}]}').error
+        assert not compile_now(compiler, '{"grammars": [{"lark_grammar": "start: /ab/"}]}').error
     finally:
         compiler.close()

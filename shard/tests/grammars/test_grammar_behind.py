@@ -17,7 +17,7 @@ from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, compile_now, load_engine
 from shard.tests.grammars.test_grammar import schema_text
 
 OTHERS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def compiler(tiny_model_path: Path) -> Iterator[GrammarCompiler]:
 @pytest.fixture(scope="module")
 def grammars(compiler: GrammarCompiler) -> list[Grammar]:
     schemas = random.Random(5).sample(SCHEMAS, 9)
-    return [compiler.compile_now(schema_text(schema)) for schema in schemas]
+    return [compile_now(compiler, schema_text(schema)) for schema in schemas]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def open_ended(compiler: GrammarCompiler, tiny_model_path: Path) -> dict[str, An
     tokenizer = Tokenizer.from_file(str(tiny_model_path / "tokenizer.json"))
     never = {"logit_bias": ((tokenizer.token_to_id("]"), -100.0),)}
     return {
-        "grammar": compiler.compile_now(schema_text(OPEN)),
+        "grammar": compile_now(compiler, schema_text(OPEN)),
         "sampling": never,
         "max_new_tokens": 9,
     }
@@ -137,7 +137,7 @@ def test_a_step_is_answered_while_masks_of_the_next_are_under_way(
     stream: Driver, compiler: GrammarCompiler
 ) -> None:
     engine, gate = stream.engine, threading.Event()
-    stream.add([stream.request(0, [3], grammar=compiler.compile_now(DIGITS))])
+    stream.add([stream.request(0, [3], grammar=compile_now(compiler, DIGITS))])
     first, second = engine.launch(StepInput()), engine.launch(StepInput())
     assert second.plan.grammars is None, "the token before is not known"
     engine._masks._thread.submit(gate.wait, 20)
@@ -181,7 +181,7 @@ ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
 def test_a_grammar_follows_its_own_tokens(stream: Driver, compiler: GrammarCompiler) -> None:
     """Also if the row in front of it ended in the previous step, and is dropped."""
-    engine, grammar = stream.engine, compiler.compile_now("start: /[0-4]{3}/")
+    engine, grammar = stream.engine, compile_now(compiler, "start: /[0-4]{3}/")
     old = stream.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
     engine.step(StepInput([old], runs_on=False))
     new = stream.request(1, range(30, 50), grammar=grammar)

@@ -8,6 +8,7 @@ import pytest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.leniency import lenient_text
 
+from shard.tests.driver import compile_now
 from shard.tests.grammars.test_grammar import EMBEDDED
 
 TEXT = {"type": "string"}
@@ -42,7 +43,7 @@ def left(compiler: GrammarCompiler, schema: Mapping[str, Any]) -> dict[str, Any]
 
     def compiles(part: Mapping[str, Any]) -> bool:
         lenient = {**part, "x-guidance": {"lenient": True}}
-        return not compiler.compile_now(json.dumps({"grammars": [{"json_schema": lenient}]})).error
+        return not compile_now(compiler, json.dumps({"grammars": [{"json_schema": lenient}]})).error
 
     (found,) = schemas(lenient_text(tools(schema), 2, compiles))
     assert found.pop("x-guidance")["lenient"] and found.pop("type") == "object"
@@ -97,9 +98,9 @@ def test_what_can_not_be_compiled_is_left_out(
 
 def test_each_tool_is_changed_alone_and_strict_ones_are_refused(compiler: GrammarCompiler) -> None:
     fine, bad = closed(TEXT, required=["b"]), closed(TEXT | {"pattern": ZOD}, required=["a"])
-    grammar = compiler.compile_now(tools(bad, fine, bad))
+    grammar = compile_now(compiler, tools(bad, fine, bad))
     assert not grammar.error
-    refused = compiler.compile_now(tools(fine, bad, is_lenient=False))
+    refused = compile_now(compiler, tools(fine, bad, is_lenient=False))
     assert refused.error.startswith("line 3: ") and "look-ahead" in refused.error
 
 
@@ -110,7 +111,7 @@ def test_an_answer_beside_tools_is_not_changed(compiler: GrammarCompiler) -> Non
         schema = {"anyOf": [{"type": "object", **answer}, {"type": "object", **call}], **options}
         source = f"start: formatted\nformatted: %json {json.dumps(schema)}"
         text = json.dumps({"grammars": [{"lark_grammar": source}]}, separators=(",", ":"))
-        assert bool(compiler.compile_now(text).error) == is_refused
+        assert bool(compile_now(compiler, text).error) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -129,4 +130,4 @@ def test_a_grammar_of_a_client_with_such_a_rule_is_refused(
 ) -> None:
     source = f"start: {rule.partition(':')[0]}\n{rule}"
     text = json.dumps({"grammars": [{"lark_grammar": source}]}, separators=(",", ":"))
-    assert compiler.compile_now(text).error
+    assert compile_now(compiler, text).error

@@ -16,6 +16,7 @@ from text_generation_shard.grammars.grammar import Grammar, Tried, source_of
 
 from integration_tests.schemas import closed
 from integration_tests.server import workers_of
+from shard.tests.driver import compile_now
 from shard.tests.grammars.test_grammar import EMBEDDED, schema_text
 
 
@@ -127,7 +128,7 @@ async def test_what_is_remembered_is_bounded(
 @pytest.mark.parametrize("pattern", ["([^x]{1000000})?", "(([^x]{100}){100}){100}?|a"])
 def test_repeats_that_can_not_be_ended_are_not_begun(pattern: str) -> None:
     compiler = GrammarCompiler(EMBEDDED, 4096, [2, 0])
-    grammar = compiler.compile_now(regex(pattern))
+    grammar = compile_now(compiler, regex(pattern))
     if grammar.error:
         assert "repeated more than 20000 times" in grammar.error
         return

@@ -17,7 +17,7 @@ from text_generation_process.worker import (
     WorkerTimeoutError,
 )
 
-from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried, try_text
+from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried
 from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
 
 # Limits of the cache of compiled grammars: their number, and the bytes of their texts.
@@ -121,13 +121,6 @@ class GrammarCompiler:
         self._known_bytes += len(text)
         while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
             self._known_bytes -= len(self._known.popitem(last=False)[0])
-
-    def compile_now(self, text: str) -> Grammar:
-        """Compile in this thread, without limits or the cache."""
-        try:
-            return compile_tried(self._load(), try_text(self._load(), text))
-        except GrammarError as error:
-            return Grammar(str(error))
 
     def prepare(self) -> None:
         """Start to load the tokenizer in a thread, which is slow with large vocabularies. A failure

@@ -24,7 +24,7 @@ from text_generation_shard.sampling.sampler import Choice
 from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
-from shard.tests.driver import Driver, errors_of, load_engine
+from shard.tests.driver import Driver, compile_now, errors_of, load_engine
 
 BAD = 77
 """The token whose embedding is NaN."""
@@ -115,7 +115,7 @@ def test_a_grammar_does_not_hide_it(engine: Engine, driver: Driver, tiny_model_p
     model = engine.model.config
     compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
     try:
-        grammar = compiler.compile_now("start: /[0-4]{3}/")
+        grammar = compile_now(compiler, "start: /[0-4]{3}/")
     finally:
         compiler.close()
     driver.add([driver.request(0, [5, 6], grammar=grammar)])
