@@ -166,4 +166,5 @@ async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     await asyncio.sleep(0.1)
     assert hanging.limits and not hanging.is_closed
     place.listen()
-    assert await again is second and hanging.is_closed and place.told == []
+    async with asyncio.timeout(1):
+        assert await again is second and hanging.is_closed and place.told == []
