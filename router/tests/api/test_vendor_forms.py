@@ -33,13 +33,6 @@ async def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-async def refusal(server: Server, path: str, **body: Any) -> str:
-    given = {"messages": [USER], "max_tokens": 200, "model": "tgi", "input": "hi"}
-    response = await server.client.post(path, json=given | body)
-    assert response.status_code == 400, response.text
-    return str(response.json()["error"]["message"])
-
-
 async def test_a_template_that_wants_the_user_last_is_no_error(tmp_path: Path) -> None:
     strict = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
     (tmp_path / "chat_template.jinja").write_text(strict + TEMPLATE)
@@ -69,16 +62,6 @@ async def test_allowed_tools(server: Server, mode: str) -> None:
     # It is the first one again, which was compiled already.
     assert server.shards.requests[-1].grammar == grammar
     assert server.shards.grammars.count(grammar) == 1
-
-
-async def test_allowed_tools_that_are_none_of_the_tools(server: Server) -> None:
-    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
-    refused = await refusal(server, CHAT, tools=[function("add")], tool_choice=choice)
-    assert "at least 1 item" in refused
-    # In the mode `auto` they are left out.
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "name": "a"}]}
-    tools = [{"type": "function", "name": "add"}]
-    assert "tool_choice" in await refusal(server, RESPONSES, tools=tools, tool_choice=choice)
 
 
 async def test_roles(server: Server) -> None:

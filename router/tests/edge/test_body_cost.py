@@ -32,7 +32,7 @@ def headers(encoding: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_what_was_compressed(name: str) -> None:
+def test_compressed_bodies_are_inflated_up_to_the_limit(name: str) -> None:
     encoding, compressed = COMPRESSED[name]
     assert inflated(compressed, encoding, len(BODY)) == BODY
     with pytest.raises(BodyError, match="length limit exceeded"):
@@ -53,7 +53,7 @@ def test_what_was_compressed(name: str) -> None:
     # gzip writes the time down: without names of their own each process would call them otherwise.
     ids=["plain", "zlib", "cut", "head", "more", "more of deflate", "nothing"],
 )
-def test_what_was_not(encoding: str, compressed: bytes, words: str) -> None:
+def test_other_bytes_are_refused(encoding: str, compressed: bytes, words: str) -> None:
     with pytest.raises(BodyError, match=words):
         inflated(compressed, encoding, 1000)
 

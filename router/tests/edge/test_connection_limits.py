@@ -318,7 +318,7 @@ def test_limits_follow_the_payload_limit() -> None:
     assert (large.all_bodies_bytes, large.leftover_bytes) == (1_600_000_000, 800_000_000)
 
 
-async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: Server) -> None:
+async def test_garbage_behind_a_request_does_not_touch_its_answer(server: Server) -> None:
     server.shards.delay_s = 0.02
     answers = await said(server, of_body(asking(30)) + b"no such thing\r\n\r\n")
     assert answers.count(b"HTTP/1.1") == 1

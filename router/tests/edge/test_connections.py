@@ -93,7 +93,7 @@ async def test_a_request_behind_the_last_one_is_not_answered(server: Server) -> 
 
 
 @pytest.mark.parametrize(("version", "is_told"), [(b"1.1", True), (b"1.0", False)])
-async def test_who_expects_100_is_told_to_continue(
+async def test_continue_is_told_where_it_is_expected(
     server: Server, version: bytes, is_told: bool
 ) -> None:
     """Except in HTTP/1.0, which has no such answers."""

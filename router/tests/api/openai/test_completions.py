@@ -1,11 +1,11 @@
 """POST /v1/completions on a running server."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
+from router.tests.api.openai.test_chat import chunks
 from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve, shared_server
 
 PATH = "/v1/completions"
@@ -17,13 +17,6 @@ running, server = shared_server(serve, "hé! ", model_id="org/model")
 
 async def post(server: Server, **body: Any) -> httpx.Response:
     return await server.client.post(PATH, json={"prompt": "ab"} | body)
-
-
-def chunks(response: httpx.Response) -> list[Json]:
-    """The events of a stream, which must end as it should."""
-    *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 async def test_logprobs(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ PATH = "/v1/embeddings"
 
 
 running, server = shared_server(serve, "hello ", max_concurrent_requests=8, max_input_tokens=200)
-
-
-@pytest.fixture
-async def own_server(tmp_path: Path) -> AsyncIterator[Server]:
-    """For tests that change or count something."""
-    async with serve(tmp_path, max_concurrent_requests=8) as server:
-        yield server
 
 
 async def embed(server: Server, given: Any, **body: Any) -> dict[str, Any]:
@@ -78,19 +70,20 @@ async def test_dimensions_are_cut_and_normalised_again(server: Server) -> None:
     )
 
 
-async def test_many_texts_take_few_permits(own_server: Server) -> None:
+async def test_many_texts_take_few_permits(tmp_path: Path) -> None:
     """Of 8 permits half; the others are for those who come meanwhile."""
-    own_server.shards.delay_s = 0.01
-    held = []
+    async with serve(tmp_path, max_concurrent_requests=8) as server:
+        server.shards.delay_s = 0.01
+        held = []
 
-    async def watch() -> None:
-        while True:
-            held.append(8 - own_server.services.infer.free_permits)
-            await asyncio.sleep(0.005)
+        async def watch() -> None:
+            while True:
+                held.append(8 - server.services.infer.free_permits)
+                await asyncio.sleep(0.005)
 
-    watcher = asyncio.create_task(watch())
-    answer = await embed(own_server, ["ab" * place for place in range(1, 41)], normalize=False)
-    watcher.cancel()
+        watcher = asyncio.create_task(watch())
+        answer = await embed(server, ["ab" * place for place in range(1, 41)], normalize=False)
+        watcher.cancel()
     assert [one["embedding"][0] for one in answer["data"]] == [1 + 2 * n for n in range(1, 41)]
     assert max(held) == 4
     assert answer["usage"]["prompt_tokens"] == sum(1 + 2 * n for n in range(1, 41))

@@ -70,7 +70,7 @@ def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     assert ChunkWriter(head, SamplingBody()).chunks(chunks) == b"".join(expected)
 
 
-async def test_what_is_delivered_while_a_reader_is_ended_is_kept() -> None:
+async def test_outputs_of_a_reader_that_is_cancelled_are_kept() -> None:
     request = make_request((0,), 9)
     entry = Entry(0, request, Answer(request, make_tokenizer()))
     reading = asyncio.create_task(entry.next_outputs())
