@@ -93,9 +93,11 @@ def test_the_answers_are_those_of_a_server(llm: LLM, server: LauncherHandle) -> 
     greedy = SamplingParams(temperature=0, max_tokens=24)
     drawn = SamplingParams(max_tokens=24, seed=11, n=2, top_k=50)
     for prompt, one in zip(PROMPTS, llm.generate(PROMPTS, greedy), strict=True):
-        assert list(one.outputs[0].token_ids) == token_ids(
-            server.generate(prompt, max_new_tokens=24)
-        )
+        answer = server.generate(prompt, max_new_tokens=24)
+        assert one.prompt == prompt and list(one.outputs[0].token_ids) == token_ids(answer)
+        logprobs = sum(token["logprob"] for token in answer["details"]["tokens"])
+        assert one.outputs[0].cumulative_logprob == pytest.approx(logprobs, abs=1e-3)
+        assert one.outputs[0].finish_reason == "length" and one.outputs[0].stop_reason is None
     for prompt, one in zip(PROMPTS, llm.generate(PROMPTS, drawn), strict=True):
         for place, output in enumerate(one.outputs):
             answer = server.generate(
@@ -128,7 +130,9 @@ def test_what_a_prompt_asks_for(llm: LLM) -> None:
 
 
 def test_errors_are_of_one_prompt(llm: LLM) -> None:
-    results = llm.generate([PROMPTS[0], [10**6], "", "word " * 400], SamplingParams(max_tokens=4))
+    results = llm.generate(
+        [PROMPTS[0], [10**6], "", "word " * 400, "\ud800"], SamplingParams(max_tokens=4)
+    )
     assert [type(one.error) for one in results[:1]] == [type(None)]
     assert all(isinstance(one.error, ValidationError) for one in results[1:])
     with pytest.raises(ValidationError, match="must be token ids"):

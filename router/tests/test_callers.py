@@ -61,16 +61,3 @@ def test_who_comes_when_told_is_let_in(most: int, used: int, wait_s: int) -> Non
     if wait_s > 1:
         refusal(allowance, 1, 50 + wait_s - 1.5)
     allowance.enter(1, 50 + wait_s)
-
-
-def test_over_a_minute_no_more_than_two_buckets_and_what_ran() -> None:
-    allowance, let_in = Allowance(KeyLimits(max_tokens_per_minute=600)), 0
-    for tick in range(600):  # ten a second, of 50 tokens each
-        try:
-            allowance.enter(1, tick / 10)
-        except KeyLimitError:
-            continue
-        allowance.take(50, tick / 10)
-        allowance.leave(1)
-        let_in += 50
-    assert 1100 <= let_in <= 1250

@@ -83,19 +83,6 @@ def test_a_change_counts_when_the_file_is_read_again(
     ]
 
 
-def test_a_link_that_is_swapped(tmp_path: Path) -> None:
-    """As Kubernetes does it."""
-    for name, content in ((b"1", b"old"), (b"2", b"new")):
-        private(tmp_path / name.decode(), content)
-    link = tmp_path / "keys"
-    link.symlink_to("1")
-    keys = Keys((), str(link), NO_LIMITS)
-    fresh = tmp_path / "fresh"
-    fresh.symlink_to("2")
-    os.replace(fresh, link)
-    assert good(keys, LATER, b"old", b"new") == [b"new"]
-
-
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"# all\n# out", b"x" * (MAX_FILE_BYTES + 1)])
 def test_a_file_that_can_not_be_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes

@@ -1,15 +1,12 @@
 """The table of formats, and which row a template asks for."""
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from text_generation_process.flags import OPTIONS
-from text_generation_router.chat.format import AUTO, FORMATS, ToolSpec, detect_format
+from text_generation_router.chat.format import FORMATS, ToolSpec, detect_format
 from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
-from text_generation_router.cli import create_parser
 
 DIRECTORY = Path(__file__).parents[1] / "chat_templates"
 THINK = ("<think>", "</think>")
@@ -79,22 +76,3 @@ def test_tools_as_the_api_spells_them() -> None:
     assert ToolSpec("f", "d", schema).as_openai() == {"type": "function", "function": described}
     bare = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     assert ToolSpec("f").as_openai() == {"type": "function", "function": bare}
-
-
-def test_prompts_that_end_in_reasoning() -> None:
-    form = replace(FORMATS["hermes"], reasoning=THINK)
-    assert form.starts_in_reasoning("<|im_start|>assistant\n<think>\n")
-    assert not form.starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not FORMATS["hermes"].starts_in_reasoning("<think>")
-
-
-def test_both_command_lines_have_every_format() -> None:
-    [action] = [a for a in create_parser()._actions if "--chat-format" in a.option_strings]
-    assert isinstance(action, argparse.Action)
-    assert action.choices == (AUTO, *FORMATS)
-    assert action.default == AUTO
-    [option] = [option for option in OPTIONS if option.name == "chat-format"]
-    for name in (AUTO, *FORMATS):
-        assert option.parse(name) == name
-    with pytest.raises(ValueError, match=f"one of {', '.join((AUTO, *FORMATS))}$"):
-        option.parse("nope")

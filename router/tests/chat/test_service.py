@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.chat.parser import ContentDelta, ToolCallArguments, ToolCallStart
-from text_generation_router.chat.service import ChatStep, ToolCall, message_of
-from text_generation_router.errors import TemplateError, ToolError
+from text_generation_router.chat.service import ToolCall
+from text_generation_router.errors import TemplateError
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -107,40 +106,3 @@ async def test_steps_have_all_tokens_once(server: Server) -> None:
     assert "".join(output.delta for output in message.outputs) == text
     assert len(message.outputs) == len(text) + 1
     assert all(step.events for step in message.steps[:-1])
-
-
-async def test_sequences_are_parsed_apart(server: Server) -> None:
-    server.shards.script = [*script_of("ab"), EOS_ID]
-    async with server.services.chat.start(replace(ASKED, num_sequences=2)) as generations:
-        messages = [await generation.collect() for generation in generations]
-    assert [message.content for message in messages] == ["ab", "ab"]
-
-
-async def test_what_contradicts_itself_is_refused(server: Server) -> None:
-    grammar = replace(ASKED.parameters, grammar=Grammar("regex", "a"))
-    wrong = (
-        replace(ASKED, parameters=grammar),
-        replace(ASKED, tools=ASKED.tools * 2),
-        replace(ASKED, tool_choice="g"),
-        replace(ASKED, tools=(), tool_choice="required"),
-    )
-    for conversation in wrong:
-        with pytest.raises(ToolError):
-            async with server.services.chat.start(conversation):
-                pass
-    assert server.services.metrics.request_failure.value(err="validation") == len(wrong)
-
-
-def test_message_of_pieces() -> None:
-    events = (
-        ToolCallStart(0, "f"),
-        ToolCallArguments(0, "{"),
-        ToolCallStart(1, "g"),
-        ToolCallArguments(1, "{}"),
-        ToolCallArguments(0, "}"),
-    )
-    message = message_of([ChatStep(events, ())])
-    assert message.tool_calls == (ToolCall("f", "{}"), ToolCall("g", "{}"))
-    assert message.content is None
-    assert message_of([ChatStep((ContentDelta("a"), *events), ())]).content == "a"
-    assert message_of([]).content == ""

@@ -22,8 +22,7 @@ from integration_tests.server import workers_of
 # Renders the first message, or runs what it names.
 TEMPLATE = """
 {%- set it = messages[0].content -%}
-{%- if it == "hang" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
-{%- elif it == "memory" %}{{ "a" * 10 ** 10 }}
+{%- if it == "memory" %}{{ "a" * 10 ** 10 }}
 {%- elif it == "recurse" %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
 {%- elif it == "raise" %}{{ raise_exception("no" * 10000) }}
 {%- elif it == "half" %}{{ "\\ud800" }}
@@ -53,14 +52,6 @@ async def render(workers: TemplateWorkers, content: Any = "hi", **kwargs: Any) -
     return await workers.render(lambda: ({"messages": [message], "tools": None}, kwargs))
 
 
-async def test_a_process_renders_many_chats(workers: TemplateWorkers) -> None:
-    assert not processes()
-    assert await render(workers) == "hi</s>"
-    found = processes()
-    assert await render(workers, "é🦀" * 100_000) == "é🦀" * 100_000 + "</s>"
-    assert processes() == found
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -86,21 +77,6 @@ async def test_variables_that_can_not_be_given_are_an_error(
 ) -> None:
     with pytest.raises(TemplateError, match=r"must be JSON|messages"):
         await render(workers, **kwargs)
-    assert await render(workers) == "hi</s>"
-
-
-async def test_a_process_that_dies_fails_its_chat_alone(
-    workers: TemplateWorkers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers_module, "MAX_SECONDS", 20)
-    await render(workers)
-    [runner] = [one for one in processes() if not one.children()]
-    hanging = asyncio.create_task(render(workers, "hang"))
-    while runner.cpu_times().user < 0.2:
-        await asyncio.sleep(0.01)
-    runner.kill()
-    with pytest.raises(TemplateError, match="the process that rendered the template died"):
-        await hanging
     assert await render(workers) == "hi</s>"
 
 
@@ -133,7 +109,6 @@ async def test_closing_while_one_starts_is_no_failure(
         ("{{ messages[0].content }}", None),
         ("{% if %}", "a short chat: Template error: syntax error"),
         ("{% if tools %}{{ 1 / 0 }}{% endif %}", "a short chat with a tool: Template error"),
-        ("{{ 9 ** (9 ** 8) }}", "a short chat: Template error: the template did not end"),
     ],
 )
 async def test_templates_are_tried_at_the_start(

@@ -6,13 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from text_generation_router.errors import ValidationError
-from text_generation_router.offline import SamplingParams
+from text_generation_router.offline import SamplingParams, progress
 from text_generation_router.offline.bulk import Job, run_jobs
 from text_generation_router.offline.progress import Tally
 
-from router.tests.scheduling import check_integrity
-from router.tests.serving import assemble_scripted, script_of
+from router.tests.serving import assemble_scripted
 
 
 @asynccontextmanager
@@ -51,39 +49,14 @@ def jobs(*prompts, **given):
     ]
 
 
-async def test_results_are_in_order_and_whole(tmp_path):
-    async with bulk(tmp_path) as (runner, _):
-        tally = Tally(3)
-        results = await runner(jobs("a", "bcd", [1, 2]), tally)
-    assert [result.prompt for result in results] == ["a", "bcd", [1, 2]]
-    assert [result.num_prompt_tokens for result in results] == [2, 4, 2]
-    for result in results:
-        (output,) = result.outputs
-        assert output.text == "hello "
-        assert output.token_ids == tuple(script_of("hello "))
-        assert (output.finish_reason, output.stop_reason) == ("length", None)
-        assert output.cumulative_logprob == pytest.approx(-2.1)
-        assert output.top_tokens == () and result.prompt_tokens == ()
-    assert (tally.done, tally.failed, tally.tokens) == (3, 0, 18)
-
-
 @pytest.mark.parametrize("num_prompts", [0, 39])
 async def test_more_prompts_than_rows_or_none(tmp_path, num_prompts):
     async with bulk(tmp_path, max_batch_size=2) as (runner, _):
         prompts = ["x" * length for length in range(1, num_prompts + 1)]
-        results = await runner(jobs(*prompts), Tally(num_prompts))
+        tally = Tally(num_prompts)
+        results = await runner(jobs(*prompts), tally)
+    assert (tally.done, tally.failed, tally.tokens) == (num_prompts, 0, num_prompts * 6)
     assert [result.num_prompt_tokens for result in results] == list(range(2, num_prompts + 2))
-
-
-async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
-    async with bulk(tmp_path) as (runner, _):
-        tally = Tally(5)
-        results = await runner(jobs("a", "", [10**6], "\ud800", "b"), tally)
-    assert [result.error is None for result in results] == [True, False, False, False, True]
-    assert all(isinstance(result.error, ValidationError) for result in results[1:4])
-    with pytest.raises(ValidationError, match="must be token ids"):
-        results[2].outputs  # noqa: B018
-    assert (tally.done, tally.failed) == (5, 3)
 
 
 async def test_cancelling_ends_all(tmp_path):
@@ -94,3 +67,11 @@ async def test_cancelling_ends_all(tmp_path):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+def test_the_rate_counts_the_tokens_of_this_run(monkeypatch):
+    tally = Tally(100, done=50, started=0.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 10.0)
+    assert tally.rate == "0 tokens/s"
+    tally.tokens, tally.failed = 12_340, 2
+    assert tally.rate == "1,234 tokens/s, 2 failed"

@@ -7,7 +7,6 @@ import time
 import pytest
 from text_generation_router.offline import shards_process
 from text_generation_router.offline.shards_process import (
-    ShardsAddress,
     ShardsProcess,
     ShardsProcessError,
 )
@@ -45,15 +44,6 @@ def wait_until_ended(process):
     while process.is_alive:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_ready_and_closed(start):
-    process = start("assert sys.argv[1] == 'shards'; ready(); wait()", "--dtype=float32")
-    assert process.wait_until_ready() == ShardsAddress("a/b", "/m", "/run/s-0")
-    assert process.is_alive
-    process.close()
-    assert not process.is_alive
-    process.close()
 
 
 @pytest.mark.parametrize(
