@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
 from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
-from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import ToolError
 from text_generation_router.request import Grammar
 
@@ -193,17 +192,6 @@ def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> No
             # A thought is no call.
             assert free.takes("<think>" + thought) == (choice == "auto")
             assert inner.takes(thought) == (choice == "auto")
-
-
-@every_format
-def test_what_is_taken_is_read_as_the_same_calls(form: ChatFormat) -> None:
-    loose = form.write_calls([ADD]).replace('"a": 1, ', '"a":1,\n')
-    assert compiled(form, "required").takes(loose)
-    parser = ChatParser(form, parses_tools=True)
-    events = [*parser.feed(loose), *parser.finish()]
-    assert events[0] == ToolCallStart(0, "add")
-    arguments = "".join(e.text for e in events if isinstance(e, ToolCallArguments))
-    assert json.loads(arguments) == {"a": 1, "b": 2.5}
 
 
 def test_whitespace_is_bounded() -> None:

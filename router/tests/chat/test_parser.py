@@ -95,26 +95,20 @@ def test_reasoning_comes_first(form: ChatFormat) -> None:
     ("name", "text"),
     [
         ("hermes", "a <tool_call>\nnothing\n</tool_call> b"),
-        ("hermes", '<tool_call>\n{"name": "a"}\n</tool_call>'),
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a", "arguments": 1}</tool_call>'),
         ("hermes", '<tool_call>{"name": "\\x", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "a", "argum'),
-        ("hermes", "<tool_call>\n"),
         ("hermes", "so <tool_c"),
         ("llama3", '<|python_tag|>brave_search.call(query="a")'),
         ("llama3", '{"a": {"name": "b", "parameters": {}}}'),
         ("llama3", "{ is a brace }"),
         ("mistral", '[TOOL_CALLS]{"name": "a", "arguments": {}}'),
-        ("mistral", "[TOOL_CALLS] [] nothing"),
         ("mistral-args", "[TOOL_CALLS]a b[ARGS]{}"),
         ("mistral-args", "[TOOL_CALLS]a[ARGS][1]"),
-        ("mistral-args", "[TOOL_CALLS]a[ARGS]"),
         ("mistral-args", "[TOOL_CALLS]a[ARX]{}"),
-        ("mistral-args", "[TOOL_CALLS][ARGS]{}"),
         ("generic", '{"title": "a book", "pages": [1, 2]}'),
-        ("generic", '{"name": "Ann", "age": 3'),
         ("generic", 'Call {"name": "a", "arguments": {}}'),
     ],
 )
@@ -136,9 +130,6 @@ def test_text_inside_of_a_broken_call_is_not_lost() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}, "id": 1}</tool_call>'
     expected = [*calls(pairs=[("f", "{}")]), ContentDelta(', "id": 1}</tool_call>')]
     assert read(FORMATS["hermes"], list(text)) == expected
-    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, and more'
-    expected = [*calls(pairs=[("f", "{}")]), ContentDelta(", and more")]
-    assert read(FORMATS["mistral"], list(text)) == expected
 
 
 def test_arguments_come_while_they_are_written() -> None:

@@ -133,18 +133,14 @@ def test_every_template_takes_a_strict_form(name: str, order: str) -> None:
     ("text", "expected"),
     [
         ("{% for m in messages %}", "syntax error: Unexpected end of template"),
-        ("{{ messages | nope }}", "syntax error: No filter named 'nope'. (line 1)"),
         ("{% break %}", "SyntaxError: 'break' outside loop"),
         ("{{ raise_exception(42) }}", "42"),
         ("{{ messages[0].a.b }}", "'dict object' has no attribute 'a'"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{{ 'a' + 1 }}", 'TypeError: can only concatenate str (not "int") to str'),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
         ("{{ ''.__class__.a }}", "access to attribute '__class__' of 'str' object is unsafe."),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{% include 'x' %}", "TypeError: no loader for this environment specified"),
-        ("{{ {1, 2} }}", "syntax error"),
-        ("{{ messages | map('tojson') | first | attr('x') | tojson }}", "TypeError"),
     ],
 )
 def test_broken_templates_are_template_errors(text: str, expected: str) -> None:

@@ -217,14 +217,11 @@ def test_a_torn_last_line_is_cut_wherever_it_is_torn(tmp_path: Path):
         assert path.read_bytes() == whole + torn
 
 
-def test_two_batches_on_one_file(tmp_path: Path):
+def test_a_file_that_another_batch_writes_or_nobody_can(tmp_path: Path):
     first = ResultsFile(tmp_path / "out.jsonl")
     with pytest.raises(BatchError, match="is being written by another batch"):
         ResultsFile(tmp_path / "out.jsonl")
     first.close()
     ResultsFile(tmp_path / "out.jsonl").close()
-
-
-def test_a_file_that_can_not_be_written(tmp_path: Path):
     with pytest.raises(BatchError, match="can not be written: Is a directory"):
         ResultsFile(tmp_path)

@@ -72,12 +72,8 @@ def test_grammars(given, kind, source):
     "given, expected",
     [
         ({"temperature": -1.0}, "`temperature`: Input should be greater than or equal to 0"),
-        ({"max_tokens": -1}, "`max_tokens`"),
-        ({"n": 0}, "`n`"),
         ({"top_k": 2**40}, "`top_k`"),
-        ({"seed": 2**70}, "`seed`"),
         ({"stop": ["a", ""]}, "a stop string must not be empty"),
-        ({"stop": [1]}, "`stop"),
         ({"stop_token_ids": 5}, "`stop_token_ids`"),
         ({"logit_bias": [(1, 1.0)]}, "`logit_bias`"),
         ({"logit_bias": {-1: 1.0}}, "`logit_bias`: Input should be greater"),

@@ -38,7 +38,7 @@ class Renderer:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = special_tokens
-        self._environment = _Environment()
+        self._environment = _environment()
         self._programs: dict[str, jinja2.Template] = {}
 
     def answer(self, argument: bytes) -> bytes:
@@ -77,7 +77,8 @@ class Renderer:
         if not continue_final_message:
             variables = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
             return self._rendered(name, messages, tools, variables)
-        marked = _marked(messages)
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": last["content"] + _MARK + _MARK_SPACE}]
         closed = {**template_kwargs, "add_generation_prompt": False}
         try:
             return _cut_at_mark(self._rendered(name, marked, tools, closed))
@@ -86,7 +87,7 @@ class Renderer:
             with suppress(TemplateError):
                 if len(messages) > 1:
                     before = self._rendered(name, messages[:-1], tools, begun)
-                    return f"{before}{messages[-1]['content']}"
+                    return f"{before}{last['content']}"
             raise
 
     def _rendered(
@@ -126,16 +127,15 @@ class Renderer:
         return self._programs[name]
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja, set up as transformers does."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
 
 
 class _GenerationTag(Extension):
@@ -159,12 +159,6 @@ def _run(program: jinja2.Template, variables: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, with the mark appended to the content of the last one."""
-    last = messages[-1]
-    return [*messages[:-1], {**last, "content": last["content"] + _MARK + _MARK_SPACE}]
-
-
 def _cut_at_mark(rendered: str) -> str:
     prompt, mark, behind = rendered.rpartition(_MARK)
     if not mark:
@@ -179,7 +173,3 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

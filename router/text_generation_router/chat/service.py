@@ -84,21 +84,16 @@ class ChatGeneration:
         self._held: list[TokenOutput] = []
         self._num_tokens = 0
         self._has_answer_begun = False
+        self.hide = generation.hide
+        """Declares that the client sees nothing before the end."""
+        self.prompt_tokens = generation.prompt_tokens
+        self.prompt_ids = generation.prompt_ids
+        """Of the rendered conversation."""
         self.has_tool_calls = False
         self.prefill: PrefillOutput | None = None
         """The prompt's log-probabilities, if requested; only the first sequence has them."""
         self.reasoning_tokens = 0
         """Tokens of the reasoning, markers included."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens of the rendered conversation."""
-        return self._generation.prompt_tokens
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """The ids of the rendered conversation."""
-        return self._generation.prompt_ids
 
     @property
     def cached_tokens(self) -> int:
@@ -122,10 +117,6 @@ class ChatGeneration:
                 else:
                     self.prefill = output
         return steps
-
-    def hide(self) -> None:
-        """Declares that the client sees nothing before the end."""
-        self._generation.hide()
 
     async def collect(self) -> ChatMessage:
         """The whole message."""
