@@ -246,11 +246,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said_alike(
     ("asked", "checkpoint_dtype", "capability", "expected"),
     [
         ("float32", "bfloat16", 90, torch.float32),
-        ("float16", "float32", 90, torch.float16),
         (None, "bfloat16", 90, torch.bfloat16),
-        (None, "float16", 90, torch.float16),
         (None, "float16", 75, torch.float16),
-        (None, "float32", 90, torch.bfloat16),
         (None, "float32", 80, torch.bfloat16),
         (None, "float32", 75, torch.float16),
         (None, "float64", 90, torch.bfloat16),

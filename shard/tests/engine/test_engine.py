@@ -1,6 +1,7 @@
 """The engine's rows, batches, endings and failures, and tokens regardless of batch composition."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,24 +84,21 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     with pytest.raises(BatchError, match="there is nothing to compute"):
         engine.step(StepInput())
     driver.add([driver.request(1, [3], max_new_tokens=40)])
-    with pytest.raises(BatchError, match="Batch must have at least one request"):
-        engine.filter([])
-    with pytest.raises(BatchError, match=r"\[9\] are not running"):
-        engine.filter([1, 9])
-    with pytest.raises(BatchError, match="is running already"):
-        driver.add([driver.request(1, [3])])
-    with pytest.raises(BatchError, match="not running"):
-        engine.step(StepInput(grown=[(55, 3)]))
-    with pytest.raises(BatchError, match="not running"):
-        engine.step(StepInput(chunks=[(55, 3)]))
-    with pytest.raises(BatchError, match="500 new ones may follow, and all can be 400"):
-        driver.add([driver.request(2, [3], max_new_tokens=500)])
-    # Beyond the cache there is memory that belongs to something else.
-    with pytest.raises(BatchError, match="request 1: there is no block 400, the cache has 400"):
-        engine.step(StepInput(grown=[(1, NUM_BLOCKS)]))
-    stranger = replace(driver.request(3, [3]), block_table=[NUM_BLOCKS])
-    with pytest.raises(BatchError, match="request 3: there is no block 400"):
-        driver.add([stranger])
+    long, stranger = driver.request(2, [3], max_new_tokens=500), driver.request(3, [3])
+    for asked, sentence in (
+        (StepInput([driver.request(1, [3])]), "is running already"),
+        (StepInput(grown=[(55, 3)]), "not running"),
+        (StepInput(chunks=[(55, 3)]), "not running"),
+        (StepInput([long]), "500 new ones may follow, and all can be 400"),
+        # Beyond the cache there is memory that belongs to something else.
+        (StepInput(grown=[(1, NUM_BLOCKS)]), "request 1: there is no block 400, the cache has 400"),
+        (StepInput([replace(stranger, block_table=[NUM_BLOCKS])]), "request 3: there is no block"),
+    ):
+        with pytest.raises(BatchError, match=sentence):
+            engine.step(asked)
+    for kept, sentence in (([], "at least one request"), ([1, 9], r"\[9\] are not running")):
+        with pytest.raises(BatchError, match=sentence):
+            engine.filter(kept)
     engine.clear()
     assert engine.num_rows_taken == 0
 
@@ -158,14 +156,14 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
     batch = Batch(driver.engine)
     first, second = driver.request(1, [4, 5, 6]), driver.request(2, [7, 8])
     resting = StepInput([second], runs_on=False)
-    with pytest.raises(BatchError, match="Batch ID 77 not found in cache"):
-        batch.decode([77], StepInput())
-    with pytest.raises(BatchError, match="Must provide at least one batch"):
-        batch.decode([], StepInput())
-    with pytest.raises(BatchError, match="Batch ID 78 not found in cache"):
-        batch.prefill(1, 78, resting)
-    with pytest.raises(BatchError, match="no cached batch that could advance"):
-        batch.prefill(1, None, StepInput([first]))
+    for call, sentence in (
+        (partial(batch.decode, [77], StepInput()), "Batch ID 77 not found in cache"),
+        (partial(batch.decode, [], StepInput()), "Must provide at least one batch"),
+        (partial(batch.prefill, 1, 78, resting), "Batch ID 78 not found in cache"),
+        (partial(batch.prefill, 1, None, StepInput([first])), "no cached batch that could advance"),
+    ):
+        with pytest.raises(BatchError, match=sentence):
+            call()
     answer = batch.finish(batch.prefill(1, None, StepInput([first], runs_on=False)))
     assert (answer.batch.id, list(answer.batch.request_ids)) == (1, [1])
     assert not answer.HasField("concat_ns")

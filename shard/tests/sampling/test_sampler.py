@@ -81,10 +81,46 @@ def allowed(choice: Choice, row: int = 0) -> set[int]:
     return set((choice.scores[row] > float("-inf")).nonzero()[:, 0].tolist())
 
 
-@pytest.mark.parametrize("k", [1, 2, 7, VOCAB, 10 * VOCAB])
-def test_top_k_keeps_the_k_best(logits: torch.Tensor, k: int) -> None:
-    choice = choose(logits, [Sampling(top_k=k)] * 4)
-    assert allowed(choice) == set(logits[0].topk(min(k, VOCAB)).indices.tolist())
+def best(logits: torch.Tensor, k: int) -> torch.Tensor:
+    return logits.topk(min(k, VOCAB)).indices
+
+
+def smallest_set(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """The fewest tokens that reach p."""
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    return order[: next(n for n in range(1, VOCAB + 1) if probabilities[:n].sum() >= p)]
+
+
+def likely(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Those that are likely beside the best."""
+    probabilities = logits.double().softmax(-1)
+    return (probabilities >= probabilities.max() * p).nonzero()[:, 0]
+
+
+def typical(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Those that surprise as much as expected."""
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    order = (-logprobs - entropy).abs().argsort()
+    return order[: int((logprobs.exp()[order].cumsum(0) < p).sum()) + 1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.9])
+@pytest.mark.parametrize(
+    ("name", "kept", "values"),
+    [
+        ("top_k", best, (1, 2, 7, VOCAB, 10 * VOCAB)),
+        ("top_p", smallest_set, (1e-6, 0.1, 0.5, 0.9, 0.999)),
+        ("min_p", likely, (1e-30, 1e-6, 0.02, 0.3, 1.0)),
+        ("typical_p", typical, (0.1, 0.5, 0.9)),
+    ],
+)
+def test_a_filter_keeps_what_its_definition_says(
+    logits: torch.Tensor, name: str, kept: Any, values: Sequence[Any], temperature: float
+) -> None:
+    for value in values:
+        choice = choose(logits, [Sampling(temperature=temperature, **{name: value})] * 4)
+        assert allowed(choice) == set(kept(logits[0] / temperature, value).tolist())
 
 
 def test_top_k_keeps_ties() -> None:
@@ -92,28 +128,9 @@ def test_top_k_keeps_ties() -> None:
     assert allowed(choice) == {0, 2, 3}
 
 
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: torch.Tensor, p: float) -> None:
-    choice = choose(logits, [Sampling(top_p=p)] * 4)
-    probabilities, order = logits[0].softmax(-1).sort(descending=True)
-    count = next(n for n in range(1, VOCAB + 1) if probabilities[:n].sum() >= p)
-    assert allowed(choice) == set(order[:count].tolist())
-
-
 def test_top_p_takes_equals_in_order() -> None:
     choice = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 2.0]]), [Sampling(top_p=0.4)])
     assert allowed(choice) == {1, 2}
-
-
-@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.02, 0.3, 1.0])
-@pytest.mark.parametrize("temperature", [1.0, 1.9])
-def test_min_p_keeps_what_is_likely_beside_the_best(
-    logits: torch.Tensor, p: float, temperature: float
-) -> None:
-    choice = choose(logits, [Sampling(min_p=p, temperature=temperature)] * 4)
-    probabilities = (logits[0] / temperature).double().softmax(-1)
-    likely = probabilities >= probabilities.max() * p
-    assert allowed(choice) == set(likely.nonzero()[:, 0].tolist())
 
 
 def test_top_p_counts_what_min_p_has_left() -> None:
@@ -140,17 +157,6 @@ def test_stop_tokens_are_not_chosen_too_early(sample: Sampler) -> None:
     assert sample(scores.clone(), table, later, ends, watermark).token_ids.tolist() == [3, 3, 3]
     table.set(0, Sampling(logit_bias=bias))
     assert sample(scores.clone(), table, history, ends, watermark).token_ids[0] == 3
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_typical_p_keeps_what_surprises_as_expected(logits: torch.Tensor, p: float) -> None:
-    choice = choose(logits, [Sampling(typical_p=p)] * 4)
-    logprobs = logits[0].log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum()
-    order = (-logprobs - entropy).abs().argsort()
-    masses = logprobs.exp()[order].cumsum(0)
-    count = int((masses < p).sum()) + 1
-    assert allowed(choice) == set(order[:count].tolist())
 
 
 def test_repetition_penalty_covers_prompt_and_output() -> None:
