@@ -16,8 +16,7 @@ from gpu_attention import Pool, rotated
 from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_process.sampling import Sampling
 from text_generation_shard.device.base import Activation
-from text_generation_shard.device.cuda import sampler
-from text_generation_shard.device.cuda.operators import TritonGatedMatrix
+from text_generation_shard.device.cuda import operators, sampler
 from text_generation_shard.sampling.sampler import TokenHistory, sample
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 from torch import Tensor
@@ -33,20 +32,6 @@ class Case(NamedTuple):
     nbytes: float
     # The error of the first copy against float64; called once, before the timing.
     error: Callable[[], dict[str, float]]
-
-
-class ReadyMatrix:
-    """Replaces a gated matrix by its result [T, 2 * size], computed before, so that only the kernel
-    after the product is timed."""
-
-    kind, obstacle, nbytes = "bfloat16", "", 0
-
-    def __init__(self, both: Tensor) -> None:
-        self._both = both
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        return self._both
 
 
 def add_norm(bench: Bench, model: Model, rows: int) -> Case:
@@ -68,17 +53,19 @@ def add_norm(bench: Bench, model: Model, rows: int) -> Case:
 
 
 def gate(bench: Bench, model: Model, rows: int) -> Case:
-    """silu(gates) * others, after a product: both are read, the result is written."""
+    """silu(gates) * others of a product: both are read, the result is written."""
     nbytes = 3 * rows * model.inter * 2
     copies = bench.copies(nbytes)
     both = bench.random(copies, rows, 2 * model.inter)
-    matrices = [TritonGatedMatrix(ReadyMatrix(one), Activation.SILU) for one in both]
+
+    def call(copy: int) -> Tensor:
+        return operators.gate(Activation.SILU, both[copy])
 
     def error() -> dict[str, float]:
         gates, others = both[0].double().chunk(2, dim=1)
-        return error_of(matrices[0](both[0]), F.silu(gates) * others)
+        return error_of(call(0), F.silu(gates) * others)
 
-    return Case(lambda copy: matrices[copy](both[copy]), copies, nbytes, error)
+    return Case(call, copies, nbytes, error)
 
 
 def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:

@@ -10,6 +10,7 @@ from text_generation_router.offline import SamplingParams, progress
 from text_generation_router.offline.bulk import Job, run_jobs
 from text_generation_router.offline.progress import Tally
 
+from router.tests.scheduling import check_integrity
 from router.tests.serving import assemble_scripted
 
 

@@ -29,8 +29,6 @@ DEVICES = {
     "reference": reference_device,
     "cpu-float32": opened("cpu", "float32"),
     "cpu-bfloat16": opened("cpu", "bfloat16"),
-    # By torch's operators.
-    "cpu-float16": opened("cpu", "float16"),
     "cuda-float32": opened("cuda", "float32"),
     "cuda-bfloat16": opened("cuda", "bfloat16"),
 }

@@ -88,19 +88,12 @@ def test_every_number_of_rows_is_multiplied_by_the_same_weight(
 
 
 def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = inputs_of(130, 64, torch.bfloat16)
-    for form in (Int8Matrix, Int4Matrix):
-        matrix = form(weight_of(336, 64), torch.bfloat16)
+    for form, dtype in ((Int8Matrix, torch.bfloat16), (Int4Matrix, torch.float32)):
+        matrix, hidden = form(weight_of(336, 64), dtype), inputs_of(130, 64, dtype)
         whole = matrix(hidden)
         monkeypatch.setattr("text_generation_shard.device.cpu.quantized._DEQUANTIZED_NUMBERS", 5000)
         assert torch.equal(matrix(hidden), whole)
         monkeypatch.undo()
-
-
-def test_lookup_gives_rows_of_the_matrix() -> None:
-    matrix = Int8Matrix(weight_of(50, 32), torch.float32)
-    ids = torch.tensor([3, 49, 3, 0])
-    assert torch.equal(matrix.lookup(ids), dequantized_by(matrix, 32)[ids])
 
 
 def test_zeros_and_equal_weights_are_kept() -> None:

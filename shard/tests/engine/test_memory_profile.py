@@ -184,7 +184,7 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     device = object.__new__(gpu.CudaDevice)
     device.torch_device, device._memory_fraction = torch.device("cuda"), 0.9 / 0.95
     device._graphs = SimpleNamespace(  # type: ignore[assignment]
-        bytes_of_all=lambda held: 3 * 10**9 if held() else 0, note="at most 3 steps"
+        bytes_of_all=lambda held: 3 * 10**9 if held() else 0
     )
     memory_budget = device.free_bytes(1000, lambda: is_profiled.append(True))
     assert is_profiled
@@ -192,6 +192,4 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     assert memory_budget.step == 10e9 and memory_budget.cache == pytest.approx(
         (80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2
     )
-    assert (memory_budget.graphs, memory_budget.graphs_note) == (3 * 10**9, "at most 3 steps")
-    held["weights"] += memory_budget.cache
-    assert device.left_bytes(memory_budget.cache, memory_budget) == pytest.approx(8 * 10**9, abs=2)
+    assert memory_budget.graphs == 3 * 10**9

@@ -256,9 +256,9 @@ class StepPlan(Protocol):
     # Row state, and the passes in order.
     rows: Rows
     passes: Sequence[ScheduledTokens]
-    # [S] row of each score that `choose` gets.
+    # [S] row of each score that `choose_by` gets.
     sampled_rows: Ints
-    # Whether `choose` may be called now: the tokens of the previous step are known, or no choice
+    # Whether `choose_by` may be called now: the tokens of the previous step are known, or no choice
     # depends on them. Otherwise it may be called once the previous step is collected.
     knows_tokens: bool
     # Whether hidden states of tokens without sampling are needed. If not, the device may compute
@@ -401,9 +401,6 @@ class Device(Protocol):
         """Memory for the KV cache. `profile_memory` runs the steps that take most memory;
         `step_bytes` is an estimate of that memory. A device uses one of the two."""
 
-    def left_bytes(self, cache_bytes: int, memory_budget: "MemoryBudget") -> int:
-        """Bytes left after allocating the cache and reserving `memory_budget`."""
-
     def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """Collective operations with the other ranks. All ranks call this at the same time; it
         returns after a successful trial operation. slot_bytes: most bytes that a rank sends at
@@ -419,9 +416,8 @@ class Device(Protocol):
 
 class MemoryBudget(NamedTuple):
     """Memory in bytes: for the KV cache, reserved for the largest step, and reserved for recorded
-    steps; and a text that describes the recorded steps."""
+    steps."""
 
     cache: int
     step: int
     graphs: int = 0
-    graphs_note: str = "steps are not recorded"

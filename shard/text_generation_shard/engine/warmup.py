@@ -56,8 +56,7 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
         ("weights", engine.weights_bytes, ""),
         ("KV cache", cache_bytes, blocks),
         ("activations", budget.step, f"{tokens} prompt tokens beside {rows} rows"),
-        ("graphs", budget.graphs, budget.graphs_note),
-        ("left", device.left_bytes(cache_bytes, budget), ""),
+        ("graphs", budget.graphs, ""),
     ):
         logger.info("%s", f"memory: {name:<12}{size / 1e9:8.3f} GB  {note}".rstrip())
     return pb.WarmupResponse(

@@ -1,14 +1,12 @@
-"""The class of each architecture, and how a model is loaded."""
+"""How a model is loaded."""
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.checkpoint.families import FAMILIES
 from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
 from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
@@ -16,10 +14,6 @@ from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
-
-MODELS: Mapping[str, Callable[[Parameters, World, ModelConfig], LlamaModel]] = dict.fromkeys(
-    FAMILIES, LlamaModel
-)
 
 
 def load_model(
@@ -41,7 +35,7 @@ def load_model(
         config = replace(config, tie_word_embeddings=False)
     parameters = Parameters(device, quantize)
     try:
-        model = MODELS[config.architecture](parameters, world, config)
+        model = LlamaModel(parameters, world, config)
         parameters.load(directory)
     except torch.OutOfMemoryError as error:
         raise ModelError(

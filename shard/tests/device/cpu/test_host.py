@@ -20,12 +20,6 @@ from text_generation_shard.errors import ModelError
 from shard.tests.driver import open_cpu
 
 
-@pytest.fixture
-def bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-
-
 def write_groups(root: Path, own: str, files: dict[str, str]) -> None:
     """Create files for /sys/fs/cgroup and a /proc/self/cgroup."""
     for name, text in files.items():
@@ -33,11 +27,6 @@ def write_groups(root: Path, own: str, files: dict[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "self").write_text(own)
-
-
-def threads(root: Path, own: str, files: dict[str, str], num_ranks: int = 1) -> int:
-    write_groups(root, own, files)
-    return num_compute_threads(num_ranks, root / "sys", root / "self")
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 7), (64, 63)])
@@ -48,46 +37,53 @@ def test_of_many_cores_one_is_left(
     assert num_compute_threads(1, tmp_path, tmp_path / "none") == expected
 
 
+NESTED = {
+    "cpu.max": "700000 100000",
+    "system.slice/cpu.max": "200000 100000",
+    "system.slice/a.service/cpu.max": "max 100000",
+    "other.slice/cpu.max": "100000 100000",
+}
+SIX = {"cpu.max": "600000 100000"}
+VERSION_1 = "5:memory:/else\n4:cpu:/\n"
+WITH_ACCOUNTS = "5:memory:/else\n4:cpu,cpuacct:/\n"
+
+
+def version_1(quota: int) -> dict[str, str]:
+    return {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
+
+
 @pytest.mark.parametrize(
-    ("quota", "expected"),
-    [("max", 7), ("50000", 1), ("150000", 1), ("200000", 2), ("390000", 3), ("400000", 3)],
+    ("own", "files", "num_ranks", "expected"),
+    [
+        *(
+            ("0::/\n", {"cpu.max": f"{quota} 100000\n"}, 1, expected)
+            for quota, expected in [("max", 7), (50_000, 1), (150_000, 1), (390_000, 3)]
+        ),
+        (VERSION_1, version_1(-1), 1, 7),
+        (WITH_ACCOUNTS, version_1(250_000), 1, 2),
+        (VERSION_1, version_1(10_000), 1, 1),
+        # The least of all groups above.
+        ("0::/system.slice/a.service\n", NESTED, 1, 2),
+        # In a container only the root is seen.
+        ("0::/kubepods/pod1/container1\n", SIX, 1, 5),
+        ("0::/../../else\n", SIX, 1, 5),
+        # Ranks share a quota.
+        ("0::/\n", SIX, 2, 3),
+        ("0::/\n", SIX, 4, 1),
+    ],
 )
-@pytest.mark.usefixtures("bound_to")
-def test_quota_of_version_2(quota: str, expected: int, tmp_path: Path) -> None:
-    assert threads(tmp_path, "0::/\n", {"cpu.max": f"{quota} 100000\n"}) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("-1", 7), ("250000", 2), ("10000", 1)])
-@pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct"])
-@pytest.mark.usefixtures("bound_to")
-def test_quota_of_version_1(controllers: str, quota: str, expected: int, tmp_path: Path) -> None:
-    own = f"5:memory:/else\n4:{controllers}:/\n"
-    files = {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
-    assert threads(tmp_path, own, files) == expected
-
-
-@pytest.mark.usefixtures("bound_to")
-def test_the_least_of_all_groups_above_counts(tmp_path: Path) -> None:
-    files = {
-        "cpu.max": "700000 100000",
-        "system.slice/cpu.max": "200000 100000",
-        "system.slice/a.service/cpu.max": "max 100000",
-        "other.slice/cpu.max": "100000 100000",
-    }
-    assert threads(tmp_path, "0::/system.slice/a.service\n", files) == 2
-
-
-@pytest.mark.usefixtures("bound_to")
-def test_in_a_container_only_the_root_is_seen(tmp_path: Path) -> None:
-    own = "0::/kubepods/pod1/container1\n"
-    assert threads(tmp_path, own, {"cpu.max": "300000 100000"}) == 3
-    assert threads(tmp_path, "0::/../../else\n", {"cpu.max": "300000 100000"}) == 3
-
-
-@pytest.mark.usefixtures("bound_to")
-def test_ranks_share_a_quota(tmp_path: Path) -> None:
-    assert threads(tmp_path, "0::/\n", {"cpu.max": "600000 100000"}, num_ranks=2) == 3
-    assert threads(tmp_path, "0::/\n", {"cpu.max": "600000 100000"}, num_ranks=4) == 1
+def test_threads_are_bounded_by_quotas(
+    own: str,
+    files: dict[str, str],
+    num_ranks: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of eight cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    write_groups(tmp_path, own, files)
+    assert num_compute_threads(num_ranks, tmp_path / "sys", tmp_path / "self") == expected
 
 
 def machine(root: Path, nodes: int, cores: int, threads: int) -> Path:
@@ -199,41 +195,42 @@ GB = 10**9
 STAT = "anon 5\ninactive_file 300000000\nactive_file 100000000\ntotal_inactive_file 7\n"
 
 
-def limit_of(root: Path, own: str, files: dict[str, str]) -> MemoryLimit | None:
-    write_groups(root, own, files)
-    return memory_limit(root / "sys", root / "self")
-
-
-def test_version_2_counts_file_pages_as_free(tmp_path: Path) -> None:
-    files = {"memory.max": f"{2 * GB}\n", "memory.current": f"{GB}\n", "memory.stat": STAT}
-    assert limit_of(tmp_path, "0::/\n", files) == MemoryLimit(2 * GB, 1_400_000_000)
-
-
-def test_version_1(tmp_path: Path) -> None:
-    files = {
-        "memory/memory.limit_in_bytes": f"{2 * GB}\n",
-        "memory/memory.usage_in_bytes": f"{GB}\n",
-        "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 2\ntotal_active_file 3\n",
-    }
-    own = "5:cpu,cpuacct:/else\n4:memory:/docker/abc\n0::/\n"
-    assert limit_of(tmp_path, own, files) == MemoryLimit(2 * GB, GB + 5)
-
-
-def test_the_tightest_of_all_groups_above(tmp_path: Path) -> None:
-    files = {
-        "pod/memory.max": f"{2 * GB}",
-        "pod/memory.current": "0",
-        "pod/container/memory.max": "max",
-        "pod/container/memory.current": "0",
-        "other/memory.max": "1",
-        "other/memory.current": "0",
-    }
-    assert limit_of(tmp_path, "0::/pod/container\n", files) == MemoryLimit(2 * GB, 2 * GB)
-
-
-def test_no_limit(tmp_path: Path) -> None:
-    files = {"memory.max": "max\n", "memory.current": "1\n"}
-    assert limit_of(tmp_path, "0::/\n", files) is None
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        # File pages count as free.
+        (
+            "0::/\n",
+            {"memory.max": f"{2 * GB}\n", "memory.current": f"{GB}\n", "memory.stat": STAT},
+            MemoryLimit(2 * GB, 1_400_000_000),
+        ),
+        (
+            "5:cpu,cpuacct:/else\n4:memory:/docker/abc\n0::/\n",
+            {
+                "memory/memory.limit_in_bytes": f"{2 * GB}\n",
+                "memory/memory.usage_in_bytes": f"{GB}\n",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 2\n",
+            },
+            MemoryLimit(2 * GB, GB + 2),
+        ),
+        # The tightest of all groups above.
+        (
+            "0::/pod/container\n",
+            {
+                **{"pod/memory.max": f"{2 * GB}", "pod/memory.current": "0"},
+                **{"pod/container/memory.max": "max", "pod/container/memory.current": "0"},
+                **{"other/memory.max": "1", "other/memory.current": "0"},
+            },
+            MemoryLimit(2 * GB, 2 * GB),
+        ),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "1\n"}, None),
+    ],
+)
+def test_memory_limits(
+    own: str, files: dict[str, str], expected: MemoryLimit | None, tmp_path: Path
+) -> None:
+    write_groups(tmp_path, own, files)
+    assert memory_limit(tmp_path / "sys", tmp_path / "self") == expected
     assert memory_limit(tmp_path, tmp_path / "none") is None
 
 

@@ -39,13 +39,8 @@ class PackedCache:
         first = -(-_WARM_TOKENS // shape.block_size)
         self._memory.view(count, num_blocks, -1)[:, :first].zero_()
         self.num_blocks = num_blocks
-        self.nbytes = shape.block_bytes * num_blocks
-        self.layer_bytes = self.nbytes // shape.num_layers
+        self.layer_bytes = shape.block_bytes * num_blocks // shape.num_layers
         self.address = tensor_address(self._memory)
-
-    def layer(self, layer: int) -> int:
-        """Address of a layer's blocks."""
-        return self.address + layer * self.layer_bytes
 
 
 class PackedPlan(NamedTuple):
@@ -83,7 +78,7 @@ class PackedAttention:
         """See Attention."""
         self.cache = None
         self.cache = PackedCache(shape, num_blocks)
-        return self.cache.nbytes
+        return shape.block_bytes * num_blocks
 
     def plan(self, batch: ForwardBatch, angles: Angles) -> PackedPlan:
         """See Attention."""
@@ -131,7 +126,7 @@ class PackedAttention:
         parts = attention.Attention(
             heads=tensor_address(heads),
             out=tensor_address(out),
-            blocks=self.cache.layer(layer),
+            blocks=self.cache.address + layer * self.cache.layer_bytes,
             num_blocks=self.cache.num_blocks,
             num_heads=num_queries,
             num_kv_heads=self._num_kv_heads,

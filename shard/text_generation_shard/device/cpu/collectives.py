@@ -24,28 +24,28 @@ _PAGE_BYTES: Final = 4096
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class SharedMemory:
-    """Owns this process's mapping of the shared memory of all ranks. The memory has no name in the
-    file system; the system frees it with the last process, even after a kill."""
+def shared_memory(rendezvous: Rendezvous, nbytes: int) -> Tensor:
+    """Memory that all ranks share. It has no name in the file system; the system frees it with the
+    last process, even after a kill.
 
-    def __init__(self, rendezvous: Rendezvous, nbytes: int) -> None:
-        """All ranks call this at the same time. All of the memory is allocated here. Raises
-        ModelError if there is too little; RankError if another rank fails."""
-        descriptor, sent = -1, ""
-        try:
-            if rendezvous.rank == 0:
-                descriptor = _create(nbytes, rendezvous.size)
-                os.pwrite(descriptor, name := uuid4().hex.encode(), 0)
-                sent = json.dumps([os.getpid(), descriptor, name.decode()])
-            process, number, name = json.loads(rendezvous.gather("shared memory", sent)[0])
-            self.bytes = _map(f"/proc/{process}/fd/{number}", name, nbytes)
-            rendezvous.all_here("shared memory of all")
-        except ModelError as error:
-            rendezvous.fail(str(error))
-            raise
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+    All ranks call this at the same time. All of the memory is allocated here. Raises ModelError if
+    there is too little; RankError if another rank fails."""
+    descriptor, sent = -1, ""
+    try:
+        if rendezvous.rank == 0:
+            descriptor = _create(nbytes, rendezvous.size)
+            os.pwrite(descriptor, name := uuid4().hex.encode(), 0)
+            sent = json.dumps([os.getpid(), descriptor, name.decode()])
+        process, number, name = json.loads(rendezvous.gather("shared memory", sent)[0])
+        memory = _map(f"/proc/{process}/fd/{number}", name, nbytes)
+        rendezvous.all_here("shared memory of all")
+        return memory
+    except ModelError as error:
+        rendezvous.fail(str(error))
+        raise
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _create(nbytes: int, size: int) -> int:
@@ -121,9 +121,9 @@ class SharedMemoryCollectives:
     def meet(cls, rendezvous: Rendezvous, slot_bytes: int) -> "SharedMemoryCollectives":
         """Connect all ranks of a rendezvous, each of which sends at most `slot_bytes` at once;
         returns after a successful trial operation."""
-        memory = SharedMemory(rendezvous, memory_bytes(rendezvous.size, slot_bytes))
+        memory = shared_memory(rendezvous, memory_bytes(rendezvous.size, slot_bytes))
         deadline_s = min(JOIN_S, rendezvous.deadline_s)
-        found = cls(memory.bytes, rendezvous.rank, rendezvous.size, slot_bytes, deadline_s)
+        found = cls(memory, rendezvous.rank, rendezvous.size, slot_bytes, deadline_s)
         # Rank 0 serves the store as long as its rendezvous exists.
         found._rendezvous = rendezvous
         try_out(found, rendezvous)

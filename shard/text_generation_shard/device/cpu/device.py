@@ -1,4 +1,4 @@
-"""The CPU device. Only this file decides whether our kernels are used."""
+"""The CPU device. Only this file decides whether our kernels or torch's are used."""
 
 import logging
 import time
@@ -22,7 +22,7 @@ from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
-from text_generation_shard.device.reference.linear import FloatMatrix, GatedMatrix
+from text_generation_shard.device.reference.linear import GatedMatrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
@@ -34,17 +34,17 @@ _CACHE_SHARE = 0.5
 
 
 def open_device(options: base.DeviceOptions) -> base.Device:
-    """Open the CPU, with our kernels if they support the dtype, else with torch's. Raises
-    ModelError if it does not support the options."""
+    """Open the CPU. Raises ModelError if it does not support the options."""
     if options.cuda_graphs:
         logger.warning("--cuda-graphs has no effect on a CPU, where a step is a single call anyway")
     if options.quantize == "fp8":
         raise ModelError("--quantize fp8 runs on a GPU only; use int8 or int4, or --device cuda")
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
+    if name == "float16":
+        logger.warning("--dtype float16 is computed in float32 on a CPU, with twice the memory")
+        name = "float32"
     dtype = DTYPES[name]
-    if not kernels.are_used(dtype):
-        return CpuDevice(dtype, options)
-    device = KernelDevice(dtype, options)
+    device = CpuDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
     # With several ranks, each would decide by its own timing.
     may_choose = may_choose and options.world_size == 1
@@ -71,14 +71,30 @@ def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
 
 
 class CpuDevice(TorchDevice):
-    """The CPU with torch's operators."""
+    """See `Device`."""
 
+    is_deterministic = True
     int8: type[Int8Matrix | linear.PackedInt8Matrix] = Int8Matrix
     int4: type[Int4Matrix | linear.PackedInt4Matrix] = Int4Matrix
+    _float_form: Callable[..., base.Matrix] = PackedWeight
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
+        # Our int8 and int4 products need bfloat16 rows and wide vectors.
+        if dtype is torch.bfloat16 and kernels.are_vectors_wide():
+            self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
+        elif options.quantize is not None:
+            self.is_deterministic = False
         super().__init__(torch.device("cpu"), dtype, options)
         self._num_ranks = options.world_size
+        wanted = Wanted(dtype, options.quantize, has_ranks=self._num_ranks > 1)
+        prepare(wanted, torch.get_num_threads(), host.free_bytes())
+        # A pass does not wait for a thread that lost its core.
+        self.spares_core = num_cores(self._num_ranks) > 1
+        self.sums_in_parts = options.deterministic
+
+    def take_products_of_torch(self) -> None:
+        """Float products by torch from now on. Their sums depend on the number of rows."""
+        self._float_form, self.is_deterministic = linear.OneDnnMatrix, False
         self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
 
     def check_room(self, nbytes: int, kind: str) -> None:
@@ -109,66 +125,10 @@ class CpuDevice(TorchDevice):
         kind = self.quantized_form((rows.shape[0], rows.shape[1]), quantize).kind
         parts: dict[str, Any] = {"part": part} if part is not None and self.sums_in_parts else {}
         if kind is None:
-            return self._float_matrix(rows.to(self.dtype).contiguous(), **parts)
+            return self._float_form(rows.to(self.dtype).contiguous(), **parts)
         if kind == "int4":
             return self.int4(rows.contiguous(), self.dtype, **parts)
         return self.int8(weight, self.dtype, columns=columns, **parts)
-
-    def _float_matrix(self, weight: Tensor) -> base.Matrix:
-        return FloatMatrix(weight)
-
-    def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> Attention:
-        """See Device."""
-        return TorchAttention(scale, unwritten_zeros)
-
-    def runner(self, model: base.Model) -> base.Runner:
-        """See Device."""
-        return CpuRunner(model, None)
-
-    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
-        """See Device; uses the estimate. All ranks share this machine's memory equally."""
-        own = host.free_bytes() // self._num_ranks
-        return base.MemoryBudget(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
-
-    def left_bytes(self, cache_bytes: int, memory_budget: base.MemoryBudget) -> int:
-        """See Device. Pages of the cache count as free memory until they are written."""
-        return max(0, host.free_bytes() // self._num_ranks - cache_bytes - memory_budget.step)
-
-    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
-        """See Device."""
-        return SharedMemoryCollectives.meet(rendezvous, slot_bytes)
-
-    def serve(self) -> None:
-        """See Device."""
-        host.return_freed_memory()
-
-
-class KernelDevice(CpuDevice):
-    """The CPU with our kernels."""
-
-    is_deterministic = True
-    _float_form: Callable[..., base.Matrix] = PackedWeight
-
-    def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
-        # Our int8 and int4 products need bfloat16 rows and wide vectors.
-        if dtype is torch.bfloat16 and kernels.are_vectors_wide():
-            self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
-        elif options.quantize is not None:
-            self.is_deterministic = False
-        super().__init__(dtype, options)
-        has_ranks = options.world_size > 1
-        wanted = Wanted(dtype, options.quantize, has_ranks)
-        prepare(wanted, torch.get_num_threads(), host.free_bytes())
-        # A pass does not wait for a thread that lost its core.
-        self.spares_core = num_cores(self._num_ranks) > 1
-        self.sums_in_parts = options.deterministic
-
-    def take_products_of_torch(self) -> None:
-        """Float products by torch from now on. Their sums depend on the number of rows."""
-        self._float_form, self.is_deterministic = linear.OneDnnMatrix, False
-        self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
 
     def gated_matrix(
         self,
@@ -187,9 +147,6 @@ class KernelDevice(CpuDevice):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
 
-    def _float_matrix(self, weight: Tensor, **parts: int) -> base.Matrix:
-        return self._float_form(weight, **parts)
-
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
     ) -> Tensor:
@@ -204,7 +161,7 @@ class KernelDevice(CpuDevice):
             if self._must_be_deterministic:
                 raise refuse_determinism(self, f"heads of {head_dim} features")
             self.is_deterministic = False
-            return super().attention(num_heads, num_kv_heads, head_dim, scale)
+            return TorchAttention(scale, unwritten_zeros)
         return PackedAttention(num_heads, num_kv_heads, scale)
 
     def runner(self, model: base.Model) -> base.Runner:
@@ -215,3 +172,16 @@ class KernelDevice(CpuDevice):
             torch.set_num_threads(1)
         decoder = fused_decoder(model, self.dtype)
         return CpuRunner(model, decoder)
+
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
+        """See Device; uses the estimate. All ranks share this machine's memory equally."""
+        own = host.free_bytes() // self._num_ranks
+        return base.MemoryBudget(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
+
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
+        """See Device."""
+        return SharedMemoryCollectives.meet(rendezvous, slot_bytes)
+
+    def serve(self) -> None:
+        """See Device."""
+        host.return_freed_memory()

@@ -69,11 +69,7 @@ class CudaDevice(TritonDevice):
         # 5 % reserve for fragmentation and allocations of libraries.
         kept = (1.0 - self._memory_fraction * 0.95) * total
         cache = max(0, int(free - peak - graphs - kept))
-        return MemoryBudget(cache, peak, graphs, self._graphs.note)
-
-    def left_bytes(self, cache_bytes: int, memory_budget: MemoryBudget) -> int:
-        """See Device."""
-        return max(0, self._free_and_total()[0] - memory_budget.step - memory_budget.graphs)
+        return MemoryBudget(cache, peak, graphs)
 
     def release_memory(self) -> None:
         """See Device."""

@@ -216,16 +216,6 @@ class Graphs:
             self._record(kind)
             found.append(held() - before)
         self.use(self._state)
-        return found[0] + found[-1] * (self._most_recorded - 1)
-
-    @property
-    def _most_recorded(self) -> int:
         contexts = {self._kind(1, end).context for end in range(1, self._longest + 1, 16)}
-        return min(_MOST_RECORDED, len(self._sizes) * len(contexts))
-
-    @property
-    def note(self) -> str:
-        """A text that describes the recorded steps."""
-        if not self.are_used:
-            return "steps are not recorded"
-        return f"at most {self._most_recorded} steps of up to {self._sizes[-1]} tokens"
+        most = min(_MOST_RECORDED, len(self._sizes) * len(contexts))
+        return found[0] + found[-1] * (most - 1)

@@ -27,9 +27,8 @@ from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.device import (
     QuantizedForm,
     TorchDevice,
-    refuse_determinism,
 )
-from text_generation_shard.device.reference.linear import FloatMatrix
+from text_generation_shard.device.reference.linear import FloatMatrix, GatedMatrix
 from text_generation_shard.device.reference.runner import EagerForward
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class TritonDevice(TorchDevice):
         has_bias: bool,
     ) -> base.Matrix:
         """See Device."""
-        return TritonGatedMatrix(self.matrix(weight, quantize), activation)
+        return GatedMatrix(self.matrix(weight, quantize), activation, gate)
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
@@ -121,8 +120,6 @@ class TritonDevice(TorchDevice):
             upload=self.upload,
             is_deterministic=self.is_deterministic,
         )
-        if self.is_deterministic and not found.is_deterministic:
-            raise refuse_determinism(self, f"the attention {found.name}")
         logger.info("attention: %s", found.name)
         return found
 
@@ -145,25 +142,17 @@ def _num_warps(size: int) -> int:
     return 8 if size >= 4096 else 4 if size >= 128 else 1
 
 
-class TritonGatedMatrix:
-    """See `Device.gated_matrix`: a product, followed by one kernel."""
-
-    def __init__(self, matrix: base.Matrix, activation: base.Activation) -> None:
-        self._matrix, self._activation = matrix, activation
-        self.kind, self.nbytes = matrix.kind, matrix.nbytes
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        both = self._matrix(hidden, bias)
-        size = both.shape[1] // 2
-        out = both.new_empty(len(both), size)
-        tile = min(_GATE_TILE, triton.next_power_of_2(size))
-        launch(
-            pointwise.gate,
-            (len(both), -(-size // tile)),
-            *(both, out),
-            SIZE=size,
-            TILE=tile,
-            ACTIVATION=self._activation.value,
-        )
-        return out
+def gate(activation: base.Activation, both: Tensor) -> Tensor:
+    """See `reference.linear.gate`: one kernel."""
+    size = both.shape[1] // 2
+    out = both.new_empty(len(both), size)
+    tile = min(_GATE_TILE, triton.next_power_of_2(size))
+    launch(
+        pointwise.gate,
+        (len(both), -(-size // tile)),
+        *(both, out),
+        SIZE=size,
+        TILE=tile,
+        ACTIVATION=activation.value,
+    )
+    return out

@@ -175,10 +175,6 @@ class TorchDevice:
         """See Device: a fixed size."""
         return base.MemoryBudget(_REFERENCE_CACHE_BYTES, step_bytes)
 
-    def left_bytes(self, cache_bytes: int, memory_budget: base.MemoryBudget) -> int:
-        """See Device."""
-        return 0
-
     def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """See Device: these operators serve one rank."""
         raise ModelError(f"{self.name} computes with one shard; use --num-shard 1")

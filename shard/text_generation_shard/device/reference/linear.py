@@ -34,17 +34,27 @@ class FloatMatrix:
         return F.linear(hidden, self._weight, bias)
 
 
-class GatedMatrix:
-    """A gated weight [2 * N, K] in any form; its result [T, N] is activation(gate) * up."""
+def gate(activation: Activation, both: Tensor) -> Tensor:
+    """both [T, 2 * N] → [T, N]: activation(first half) * second half."""
+    gates, ups = both.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gates).mul_(ups)
 
-    def __init__(self, matrix: Matrix, activation: Activation) -> None:
-        self._matrix, self._activation = matrix, _ACTIVATIONS[activation]
+
+class GatedMatrix:
+    """A gated weight [2 * N, K] in any form: a product, then `gate`."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        activation: Activation,
+        gate: Callable[[Activation, Tensor], Tensor] = gate,
+    ) -> None:
+        self._matrix, self._gate = matrix, partial(gate, activation)
         self.kind, self.nbytes = matrix.kind, matrix.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N]; bias [2 * N]."""
-        gate, up = self._matrix(hidden, bias).chunk(2, dim=-1)
-        return self._activation(gate).mul_(up)
+        return self._gate(self._matrix(hidden, bias))
 
 
 class FloatTable:

@@ -105,6 +105,14 @@ def test_two_servers_do_not_fill_one_cache_at_a_time(
         assert [answer.result() for answer in answers] == [True, False]
 
 
+def test_a_server_that_fills_for_ever_is_not_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_PATIENCE_S", 0.0)
+    with cache.filling("one"), cache.filling("two") as is_empty:
+        assert is_empty
+
+
 class Function:
     """A fake numba function; records which process compiles it."""
 
@@ -128,7 +136,7 @@ def test_kernels_are_compiled_by_other_processes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = [directory / name for name in ("deadly", "usual", "another")]
-    functions = [compile.Kernel(Function(path, path == paths[0]), [()]) for path in paths]
+    functions = {Function(path, path == paths[0]): [()] for path in paths}
     monkeypatch.setattr(compile, "_kernels", lambda wanted: functions)
     for helpers_now in (helpers, 0):
         for path in paths:

@@ -1,6 +1,5 @@
 """All layers in one call compute the same as one by one."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,31 +152,3 @@ def test_the_short_way_of_a_decode_is_the_long_one(
     for one, other in zip(results, expected, strict=True):
         assert one.generations.top_token_ids == other.generations.top_token_ids
         assert one.generations.top_token_logprobs == other.generations.top_token_logprobs
-
-
-@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
-def test_rotation_by_length_takes_the_long_way(
-    family: str, checkpoint: Callable[[str], Path]
-) -> None:
-    runner: Any = load_engine(checkpoint(family))._runner
-    assert isinstance(runner._forward, FusedDecoder)
-    assert runner._decoder is None
-
-
-def test_a_gate_with_a_bias_runs_one_by_one(checkpoint: Callable[[str], Path]) -> None:
-    runner: Any = load_engine(checkpoint("llama-bias"))._runner
-    assert isinstance(runner._forward, EagerForward)
-
-
-def test_the_buffers_of_a_pass_are_kept(tmp_path: Path) -> None:
-    """Only a pass larger than all before allocates memory."""
-    engine = load_engine(write_checkpoint("llama3", tmp_path), **FLOAT32)
-    runner: Any = engine._runner
-    driver, compiled = Driver(engine), runner._decoder
-    driver.add([driver.request(0, range(3, 90))])
-    kept, num_bytes = compiled._memory, len(compiled._memory)
-    driver.add([driver.request(1, range(3, 50))])
-    driver.step()
-    assert compiled._memory is kept
-    driver.add([driver.request(2, range(3, 200))])
-    assert len(compiled._memory) > num_bytes

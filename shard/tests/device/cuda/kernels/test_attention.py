@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.rows import HeadShape, Prompts
+from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
@@ -248,11 +247,3 @@ def test_what_torch_has_no_attention_for_is_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(flash, "MOST_TOKENS", 100)
     monkeypatch.setattr(flash, "attend", refuse)
     check(plain, torch.bfloat16, MIXED, takes_flash=True)
-
-
-def test_prompts_are_told_where_they_begin() -> None:
-    contexts = torch.tensor([5, 9], dtype=torch.int32)
-    upload, tables = plain_upload(contexts.device), torch.zeros(2, 1, dtype=torch.int32)
-    found = Prompts.of(upload, tables, contexts, [5, 9], [2, 9])
-    assert found.starts.tolist() == [0, 2, 11] and found.key_starts.tolist() == [0, 5, 14]
-    assert (found.num_keys, found.longest, found.longest_context) == (14, 9, 9)

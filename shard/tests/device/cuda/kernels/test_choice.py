@@ -84,27 +84,6 @@ def test_kernels_choose_as_the_operators_do(sizes: str, monkeypatch: pytest.Monk
     assert strayed == 0
 
 
-def test_ties_are_kept_by_top_k_and_taken_in_order_by_top_p() -> None:
-    scores = torch.tensor([[3.0, 1.0, 3.0, 3.0, 0.0], [1.0, 2.0, 2.0, 2.0, 2.0]])
-    choice = choose(scores, [Sampling(top_k=2), Sampling(top_p=0.4)], sample=own)
-    kept = [set(row.nonzero()[:, 0].tolist()) for row in choice.scores > float("-inf")]
-    assert kept == [{0, 2, 3}, {1, 2}]
-
-
-@pytest.mark.parametrize("top_k", [0, 3, 40])
-def test_min_p_keeps_what_the_definition_keeps(top_k: int) -> None:
-    """Also if fewer than top_k candidates are left, near the best and far below it."""
-    scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 6
-    params = [
-        Sampling(min_p=min_p, top_k=top_k, top_p=0.99, seed=3)
-        for min_p in (1e-30, 1e-6, 1e-3, 0.2, 0.9, 1.0)
-    ]
-    found, wanted = (choose(scores, params, sample=item) for item in (own, sample))
-    assert check(found, wanted) == 0
-    kept = (found.scores > float("-inf")).sum(dim=1).tolist()
-    assert kept == sorted(kept, reverse=True) and kept[-1] == 1 and (top_k == 3 or kept[0] > 3)
-
-
 def test_stop_tokens_are_not_chosen_too_early() -> None:
     table, history = SamplingTable(2), history_of([[1]] * 2, [1] * 2, [1] * 2, [2, 0])
     for row in range(2):

@@ -72,24 +72,3 @@ def test_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_attention, "_MOST_SPLITS", 16)
     options = {"takes_flash": True, "is_deterministic": True}
     check(SHAPE, torch.bfloat16, [1, 1, 9, 1, 6], 40, **options)
-
-
-def test_a_program_is_the_same_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding a token does not compile another kernel."""
-    seen = []
-
-    def launch(kernel: object, grid: object, *arguments: object, **options: object) -> None:
-        kinds = [item.dtype if isinstance(item, Tensor) else item is None for item in arguments]
-        seen.append((kernel, kinds, options))
-
-    monkeypatch.setattr(own_attention, "launch", launch)
-    attention = TritonAttention(SHAPE, PLACE, CAPABILITY, is_deterministic=True)
-    attention.allocate(CacheShape(1, SHAPE.num_kv_heads, SHAPE.head_dim, 16, torch.float16), 16)
-    found = []
-    for lengths in ([5, 1], [1, 1]):
-        seen.clear()
-        heads = torch.zeros(sum(lengths), 5, 64, dtype=torch.float16, device=PLACE)
-        batch = on_place([40, 9], lengths)
-        attention.forward(heads, 0, None, False, attention.plan(batch, NO_ANGLES))
-        found.append(list(seen))
-    assert found[0] == found[1] and len(found[0]) == 3

@@ -4,7 +4,6 @@ import pytest
 import torch
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions
-from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.device import check_cache_dtype
 from text_generation_shard.device.cuda.kernels import launch, pointwise
@@ -20,11 +19,10 @@ from shard.tests.device.cuda.kernels.test_attention import (
     TOLERANCE,
     check,
     on_place,
-    plain_varlen,
     rounded,
 )
 from shard.tests.device.test_attention import NO_ANGLES
-from shard.tests.interpreted import CAPABILITY, FLOAT8, HAS_GPU, PLACE
+from shard.tests.interpreted import CAPABILITY, FLOAT8, PLACE
 
 pytestmark = [*interpreted.MARKS, pytest.mark.slow]
 KINDS = pytest.mark.parametrize("kept", FLOAT8)
@@ -111,16 +109,6 @@ def test_rows_attend(lengths: list[int], kept: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rows_attend_in_other_types(dtype: torch.dtype) -> None:
     check(HeadShape(1, 1, 64, 0.125), dtype, MIXED, kept=FLOAT8[-1])
-
-
-@KINDS
-def test_prompts_by_the_attention_of_torch(
-    kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FlashAttention gets keys and values of 16 bits only."""
-    if not HAS_GPU:
-        monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
-    check(HeadShape(4, 2, 80, 0.125), torch.bfloat16, [20] * 5, takes_flash=True, kept=kept)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])

@@ -11,7 +11,7 @@ from text_generation_shard.device.base import (
     DeviceOptions,
     Matrix,
 )
-from text_generation_shard.device.cuda import matrices, operators
+from text_generation_shard.device.cuda import matrices
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
 from text_generation_shard.device.cuda.matrices import quantized_float8
 from text_generation_shard.device.reference.quantized import (
@@ -286,28 +286,6 @@ def test_determinism_is_claimed_where_it_was_asked_for() -> None:
             assert interpreted.device(torch.float16, **options).is_deterministic
     with pytest.raises(ModelError, match="is not supported with --quantize fp8 on"):
         interpreted.device(torch.bfloat16, quantize="fp8", deterministic=True)
-
-
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_attention_is_told_and_must_keep_it(
-    is_asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Attention:
-        name = "made up"
-        is_deterministic = False
-
-        def __init__(self, *arguments: Any, is_deterministic: bool, **options: Any) -> None:
-            assert is_deterministic == is_asked
-
-    monkeypatch.setattr(operators, "TritonAttention", Attention)
-    device = interpreted.device(torch.bfloat16, deterministic=is_asked)
-    if not is_asked:
-        assert isinstance(device.attention(4, 2, 16, 0.25), Attention)
-        return
-    with pytest.raises(ModelError, match="is not supported with the attention made up on"):
-        device.attention(4, 2, 16, 0.25)
-    monkeypatch.setattr(Attention, "is_deterministic", True)
-    assert isinstance(device.attention(4, 2, 16, 0.25), Attention)
 
 
 def test_fp8_needs_a_gpu_that_computes_in_it() -> None:

@@ -24,7 +24,7 @@ from text_generation_shard.sampling.sampler import Choice
 from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
-from shard.tests.driver import Driver, compile_now, errors_of, load_engine
+from shard.tests.driver import Driver, compile_now, errors_of, load_engine, reference_device
 
 BAD = 77
 """The token whose embedding is NaN."""
@@ -37,7 +37,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "reference"])
 def engine(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
@@ -47,6 +47,8 @@ def engine(
     source = checkpoint("llama3-untied")
     folder = tmp_path_factory.mktemp("damaged") / "model"
     damaged = damage(source, folder, "model.embed_tokens.weight", BAD)
+    if request.param == "reference":
+        return load_engine(damaged, device=reference_device())
     return load_engine(damaged, dtype=request.param)
 
 

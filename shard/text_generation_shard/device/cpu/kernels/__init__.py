@@ -1,12 +1,11 @@
 """CPU kernels, compiled by numba from Python, and the structs of their arguments.
 
-`are_used` selects the models that they serve; `compile.prepare` must be called first.
+`compile.prepare` must be called first.
 """
 
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
-import torch
 from numba import boolean, float32, int32, int64, types
 
 from text_generation_shard.device.cpu.kernels.processor import are_vectors_wide as are_vectors_wide
@@ -34,8 +33,3 @@ def struct_type(struct: type, **others: Any) -> Any:
 
 MAX_HEAD_DIM = 256
 """Most features of a head in `attention`."""
-
-
-def are_used(dtype: torch.dtype) -> bool:
-    """Whether these kernels compute models of this dtype."""
-    return dtype in (torch.bfloat16, torch.float32)

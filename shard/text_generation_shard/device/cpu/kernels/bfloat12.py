@@ -109,12 +109,13 @@ def add_exceptions(
             for row in range(rows):
                 at, own = source + row * row_bytes, to + row * sums_stride
                 total = vector_code.load_sums(1, 1, own, 0)
-                total = vector_code.add_steps(BFLOAT16, total, _load_step, start, (), at, 0)
+                total = vector_code.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
                 vector_code.store_sums(total, own, 0)
 
 
 @inlined
-def _load_step(kind: Any, start: int) -> Any:
+def load_step(kind: Any, start: int) -> Any:
+    """For `add_steps`: the pairs of one step."""
     return (load(INTS, start),)
 
 

@@ -133,24 +133,18 @@ def _alone(path: Path) -> Iterator[None]:
     except OSError:
         yield
         return
-    try:
+    # The file system may have no locks.
+    with suppress(OSError):
         deadline = time.monotonic() + _PATIENCE_S
-        while not _is_locked(descriptor) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             time.sleep(_POLL_S)
+    try:
         yield
     finally:
         # Forked child processes also hold the lock.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether this process has the lock, or locks are not supported."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

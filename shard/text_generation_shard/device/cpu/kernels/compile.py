@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,11 +80,9 @@ _MOST_CHILDREN = 4
 _PATIENCE_S = 300.0
 
 
-class Kernel(NamedTuple):
-    """A function and the signatures to compile it for."""
-
-    function: Any
-    signatures: list[tuple[Any, ...]]
+Kernels = dict[Any, list[tuple[Any, ...]]]
+"""By function: the signatures to compile it for. A function with all its signatures is one job:
+numba's cache has one index per function, which two processes must not write at the same time."""
 
 
 class Wanted(NamedTuple):
@@ -109,7 +107,7 @@ def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
     If the cache is empty, as many child processes help, as far as `free_bytes` of memory allow.
     """
     start, num_threads = time.monotonic(), min(num_threads, config.NUMBA_NUM_THREADS)
-    kernels = list(_kernels(wanted))
+    kernels = _kernels(wanted)
     count = min(num_threads, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
     try:
         with cache.filling(wanted.name) as is_empty:
@@ -133,10 +131,10 @@ def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
         )
 
 
-def _compile(kernels: list[Kernel]) -> None:
+def _compile(kernels: Kernels) -> None:
     """Raises OSError after compiling all kernels, if one could not be cached."""
     failure: OSError | None = None
-    for function, signatures in kernels:
+    for function, signatures in kernels.items():
         for signature in signatures:
             try:
                 function.compile(signature)
@@ -146,51 +144,49 @@ def _compile(kernels: list[Kernel]) -> None:
         raise failure
 
 
-def _fill_cache(kernels: list[Kernel], count: int) -> None:
+def _fill_cache(kernels: Kernels, count: int) -> None:
     # Initialize numba's compiler once, so that the children share it.
     njit(_nothing).compile(())
-    do_in_children([partial(_compile, [kernel]) for kernel in kernels], count, _PATIENCE_S)
+    jobs = [partial(_compile, {function: kernels[function]}) for function in kernels]
+    do_in_children(jobs, count, _PATIENCE_S)
 
 
 def _nothing() -> None:
     pass
 
 
-def _kernels(models: Wanted) -> Iterator[Kernel]:
-    """Slowest to compile first. A function with all its signatures is one kernel: numba's cache has
-    one index per function, which two processes must not write at the same time."""
-    yield Kernel(choice.choose_one, [choice.TAKEN])
+def _kernels(models: Wanted) -> Kernels:
+    """Slowest to compile first."""
     kind = typeof(marker(models.dtype))
     quantize = models.quantize
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
     plain = typeof(weights_marker(models.dtype))
     weight_kind = plain if quantize is None else forms.get(quantize, plain)
-    # Some weights are not quantized, and an int4 model has some int8 weights.
-    weight_kinds = dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,))))
-    signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
-    for form in weight_kinds:
-        own = layers.kernels(form, kind).values()
-        for function, signature in (*own, _product(form, kind)):
-            signatures.setdefault(function, {})[signature] = None
-    # For a model with several kinds of weights; the warm-up passes compile its other kernels.
-    signatures[normalize] = {(kind, NORM, int64): None}
     # The head is int8 or not quantized.
     kinds = weight_kind, int8 if weight_kind == uint8 else weight_kind, kind
-    yield Kernel(layers.run_layers, [layers.signature(*kinds)])
-    for function, wanted in signatures.items():
-        yield Kernel(function, list(wanted))
     item = layers.signature_of_item(*kinds)
-    yield Kernel(compute_item, [item])
+    found: Kernels = {
+        choice.choose_one: [choice.TAKEN],
+        layers.run_layers: [layers.signature(*kinds)],
+    }
+    # Some weights are not quantized, and an int4 model has some int8 weights.
+    for form in dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,)))):
+        for function, signature in (*layers.kernels(form, kind).values(), _product(form, kind)):
+            known = found.setdefault(function, [])
+            if signature not in known:
+                known.append(signature)
+    # For a model with several kinds of weights; the warm-up passes compile its other kernels.
+    found |= {normalize: [(kind, NORM, int64)], compute_item: [item]}
     if models.has_ranks:
-        yield Kernel(rank_steps.compute_rank_item, [item])
-        yield Kernel(rank_steps.write_rank_phases, [item[:2]])
+        found |= {rank_steps.compute_rank_item: [item], rank_steps.write_rank_phases: [item[:2]]}
         for function in (exchange.exchange_word, exchange.abort_message):
-            yield Kernel(function, [(exchange.EXCHANGES, int64)])
+            found[function] = [(exchange.EXCHANGES, int64)]
     if plain == typeof(BFLOAT12):
-        yield Kernel(bfloat12.narrow_panels, [(bfloat12.PANELS, int64)])
-        yield Kernel(bfloat12.list_exceptions, [(bfloat12.PANELS, int64)])
-    yield Kernel(choice.choose_many, [(int64, choice.TAKEN[0])])
-    yield Kernel(attention.plan_rows, [attention.PLANNED])
+        for function in (bfloat12.narrow_panels, bfloat12.list_exceptions):
+            found[function] = [(bfloat12.PANELS, int64)]
+    found[choice.choose_many] = [(int64, choice.TAKEN[0])]
+    found[attention.plan_rows] = [attention.PLANNED]
+    return found
 
 
 def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -18,6 +18,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import vector_code
+from text_generation_shard.device.cpu.kernels.bfloat12 import load_step
 from text_generation_shard.device.cpu.kernels.linear import (
     PackedWeight,
     interleaved,
@@ -177,7 +178,7 @@ def _tile(rows: int) -> Any:
                 at = input_sums + pair * STEP_BYTES
                 zeros = (block,)
                 totals = vector_code.add_steps(
-                    BFLOAT16, totals, _load_step, zeros, (), at, input_sums_stride
+                    BFLOAT16, totals, load_step, zeros, (), at, input_sums_stride
                 )
             start = (block + _NUMBERS_AT + member * _NUMBER_BYTES,)
             at = inputs + group * STEPS * STEP_BYTES
@@ -193,11 +194,6 @@ def _tile(rows: int) -> Any:
         vector_code.store_sums(totals, sums, SUMS_BYTES)
 
     return sized(multiply_blocks, rows, 1)
-
-
-@inlined
-def _load_step(kind: Any, start: int) -> Any:
-    return (load(INTS, start),)
 
 
 @inlined

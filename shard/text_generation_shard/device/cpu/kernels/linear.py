@@ -96,7 +96,7 @@ def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
     panels, steps = -(-outputs // LANES), -(-inputs // (per_step * steps_at_once)) * steps_at_once
     packed = aligned(panels * steps * LANES * per_step, weight.dtype)
     packed = packed.view(panels, steps, LANES, per_step)
-    if outputs % LANES or inputs % per_step:
+    if weight.shape != (panels * LANES, steps * per_step):
         padded = weight.new_zeros(panels * LANES, steps * per_step)
         padded[:outputs, :inputs] = weight
         weight = padded
