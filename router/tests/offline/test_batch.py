@@ -15,7 +15,6 @@ from text_generation_router.offline.batch import (
     LineError,
     ResultsFile,
     error_line,
-    post,
     read_lines,
     read_request,
     response_line,
@@ -121,18 +120,6 @@ async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp
         await the.run()
         assert [one["response"]["status_code"] for one in the.results()] == [500, 500]
         the.services.shards.health, the.services.shards.failure = health, None
-
-
-async def test_the_body_of_a_request_comes_once_and_the_client_stays():
-    async def echo(scope, receive, send):
-        first = await receive()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(receive(), 0.01)
-        await send({"type": "http.response.start", "status": 201, "headers": []})
-        await send({"type": "http.response.body", "body": first["body"], "more_body": True})
-        await send({"type": "http.response.body", "body": b"!"})
-
-    assert await post(echo, "/x", b"hi") == (201, b"hi!")
 
 
 @pytest.mark.parametrize(
