@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +32,3 @@ def test_all_sections_are_measured(tmp_path: Path) -> None:
     assert len(sections) == 16 and all(value > 0 for value in report["limits"].values())
     tokens = [one for one in report["records"] if one["section"] == "tokens"]
     assert len(tokens) == 6 and all(one["same"] == one["tokens"] > 0 for one in tokens)
-
-
-def test_names_of_parts_do_not_reach_pytest() -> None:
-    found = re.search(r"GPU_PARTS := (.*)", (ROOT / "Makefile").read_text())
-    said = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "nothing"],
-        capture_output=True,
-        text=True,
-    ).stderr
-    assert found is not None and f"there are: {', '.join(found[1].split())}\n" in said

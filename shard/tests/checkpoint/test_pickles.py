@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from text_generation_shard.checkpoint.download import resolve_model
 from text_generation_shard.errors import ModelError
 
@@ -244,12 +244,3 @@ def test_a_pickled_model_of_the_hub(tmp_path: Path, is_sharded: bool) -> None:
         hub.requests.clear()
         assert resolve_model("some/model", None, cache, hub.endpoint) == snapshot
         assert not any(hub.asked_for(name) for name in names)
-
-
-def test_safetensors_win(tmp_path: Path) -> None:
-    """If both exist, as in most repositories, no pickle is read."""
-    trace = tmp_path / "trace"
-    directory = model_in(tmp_path / "m", pytorch_model__bin=Evil(trace))
-    save_file({"a": torch.ones(1)}, directory / "model.safetensors")
-    resolve_model(str(directory))
-    assert not trace.exists()

@@ -86,15 +86,6 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.slow
-def test_tokens_are_those_of_a_device_that_is_not(driver: Driver, plain: Driver) -> None:
-    expected = tokens_of(plain, behind=False)
-    assert plain.reasons[3] == pb.FINISH_REASON_EOS_TOKEN and len(plain.reasons) == 4
-    assert tokens_of(driver, behind=True) == expected
-    assert driver.reasons == plain.reasons
-    assert driver.engine.num_rows_taken == 0
-
-
 def test_what_depends_on_tokens_waits_for_them(driver: Driver) -> None:
     engine = driver.engine
     first = engine.launch(StepInput([driver.request(0, range(3, 20), max_new_tokens=30)], False))

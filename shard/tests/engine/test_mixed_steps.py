@@ -155,22 +155,6 @@ def test_the_same_tokens_whatever_a_step_mixes(
     assert sorted(driver.free) == list(range(len(driver.free)))
 
 
-def test_a_chunked_prompt_rests_unless_named_and_gets_no_token_before_its_end(
-    driver: Driver,
-) -> None:
-    ids = list(range(3, 53))
-    driver.add([driver.request(0, ids, max_new_tokens=9)])
-    driver.run()
-    driver.add([driver.request(1, [4, 5], max_new_tokens=9, ignore_eos_token=True)])
-    first = driver.add([replace(driver.request(2, ids, max_new_tokens=9), chunk_len=20)])
-    assert first.generations.request_ids == [] and first.batch.request_ids == [1, 2]
-    assert driver.step().generations.request_ids == [1]
-    assert driver.step({2: 29}).generations.request_ids == [1]
-    assert driver.step({2: 1}).generations.request_ids == [1, 2]
-    driver.run()
-    assert driver.tokens[2] == driver.tokens[0]
-
-
 def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
     ids = list(range(3, 53))
     request = driver.request(0, ids)
