@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,6 @@ def create_config(
     values: Values,
     environment: Mapping[str, str],
     mode: Mode = Mode.SERVE,
-    count_gpus: Callable[[], int] = count_gpus,
 ) -> LauncherConfig:
     """Raises InvalidOptions for options that are not supported or contradict each other."""
     options.refuse(values)
