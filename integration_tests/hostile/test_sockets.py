@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle, free_port, wait_until
+from integration_tests.server import LauncherHandle, free_port, has_ended, wait_until
 
 NOBODY = 65534
 # Python itself may be in root's home, where another user can not read it: so it is begun by root.
@@ -80,6 +80,22 @@ def test_by_default_nobody_else_comes_near(launch: Launch, tiny_model_path: Path
     assert handle.generate("the cat sat on ", max_new_tokens=2)["generated_text"]
     handle.stop()
     assert not path.parent.exists()
+
+
+def test_a_killed_launcher_leaves_nothing_behind_the_next(
+    launch: Launch, tiny_model_path: Path
+) -> None:
+    handle = launch(tiny_model_path, chooses_sockets=False, TMPDIR="/tmp")
+    handle.wait_until_ready()
+    folder = open_socket(handle).parent
+    family = handle.family()
+    handle.process.kill()
+    wait_until(lambda: all(map(has_ended, family)), 20, "its children end with it")
+    assert folder.exists()
+    again = launch(tiny_model_path, chooses_sockets=False, TMPDIR="/tmp")
+    wait_until(lambda: not folder.exists(), 20, "the next one removes what it left")
+    again.wait_until_ready()
+    again.stop()
 
 
 def test_a_socket_that_was_chosen_is_ours_alone(

@@ -1,13 +1,60 @@
 import os
 import socket
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from text_generation_launcher import sockets
 from text_generation_launcher.ports import AddressError
-from text_generation_launcher.sockets import SocketClaim, private_folder
+from text_generation_launcher.sockets import PREFIX, PrivateFolder, SocketClaim, private_folder
 
 NOBODY = 65534
+
+
+def test_nobody_else_can_enter_and_nothing_is_left(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        folder = PrivateFolder(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    claim = SocketClaim(str(folder.path / "s"), 1)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(claim.paths[0])
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(tmp_path: Path):
+    script = (
+        "import os, socket; from pathlib import Path\n"
+        "from text_generation_launcher.sockets import PrivateFolder\n"
+        f"folder = PrivateFolder(Path({str(tmp_path)!r}))\n"
+        "socket.socket(socket.AF_UNIX).bind(str(folder.path / 's-0')); os._exit(9)"
+    )
+    alive = PrivateFolder(tmp_path)
+    (alive.path / "s-0").touch()
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    mine = PrivateFolder(tmp_path)
+    assert {*tmp_path.iterdir()} == {alive.path, mine.path}
+    alive.close()
+    mine.close()
+
+
+def test_other_files_and_folders_stay(tmp_path: Path):
+    (tmp_path / f"{PREFIX}file").write_text("precious")
+    (tmp_path / f"{PREFIX}folder" / "inner").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}new").mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path)
+    theirs = tmp_path / f"{PREFIX}theirs"
+    theirs.mkdir()
+    (theirs / "s-0").touch()
+    os.chown(theirs, NOBODY, NOBODY)
+    PrivateFolder(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 5 and list(theirs.iterdir())
 
 
 def test_the_first_place_is_taken_that_no_other_user_can_change(tmp_path: Path, monkeypatch):
@@ -18,10 +65,9 @@ def test_the_first_place_is_taken_that_no_other_user_can_change(tmp_path: Path, 
     for mode, owner, expected in ((0o700, 0, runtime), (0o777, 0, other), (0o700, NOBODY, other)):
         os.chown(runtime, owner, owner)
         runtime.chmod(mode)
-        with private_folder((runtime, other)) as folder:
-            assert Path(folder).parent == expected
-            Path(folder, "s-0").touch()
-        assert not Path(folder).exists()
+        folder = private_folder((runtime, other))
+        assert folder.path.parent == expected
+        folder.close()
 
 
 def test_no_place_at_all_is_one_sentence(tmp_path: Path):

@@ -4,10 +4,10 @@ import fcntl
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from text_generation_process.defaults import SOCKET_NAME
 from text_generation_process.option import Mode
@@ -135,10 +135,56 @@ def _in_use(prefix: str) -> str:
     return f"another server uses the shard sockets {prefix}-*: stop it or {_INSTEAD}"
 
 
-def private_folder(places: Sequence[Path], world_size: int = 1) -> TemporaryDirectory[str]:
+class PrivateFolder:
+    """Owns a fresh folder of mode 0700, until closed or until this process dies.
+
+    The folder is locked. One with files and without a lock was left by a killed launcher; the next
+    launcher of the same user removes it.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        """Raises OSError if no folder can be made in `parent`."""
+        for path in parent.glob(f"{PREFIX}*"):
+            with suppress(OSError):  # another user's, locked, or removed already
+                _remove_dead(path)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._descriptor = _open_folder(self.path)
+        # Waits for another launcher that looks whether it is dead.
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Removes the folder and its sockets."""
+        _remove(self.path, self._descriptor)
+        os.close(self._descriptor)
+
+
+def _open_folder(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _remove_dead(path: Path) -> None:
+    """Removes a folder that a killed launcher left. An empty one may just have been made. Raises
+    OSError."""
+    descriptor = _open_folder(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_uid == os.geteuid() and os.listdir(descriptor):
+            _remove(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Removes the sockets and the folder, except what this user can not remove."""
+    with suppress(OSError):
+        for name in os.listdir(descriptor):
+            os.unlink(name, dir_fd=descriptor)
+        path.rmdir()
+
+
+def private_folder(places: Sequence[Path], world_size: int = 1) -> PrivateFolder:
     """A folder for sockets if --shard-uds-path is not given: in the first of the places where no
-    other user could replace it. It has mode 0700, and is removed at the end, except after SIGKILL.
-    Raises AddressError."""
+    other user could replace it. Raises AddressError."""
     reasons = []
     longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-{world_size - 1}")
     for parent in dict.fromkeys(place.absolute() for place in places):
@@ -146,13 +192,13 @@ def private_folder(places: Sequence[Path], world_size: int = 1) -> TemporaryDire
             reasons.append(danger)
             continue
         try:
-            folder = TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+            folder = PrivateFolder(parent)
         except OSError as error:
             reasons.append(f"{parent}: {error.strerror}")
             continue
-        if len(os.fsencode(folder.name)) <= longest:
+        if len(os.fsencode(folder.path)) <= longest:
             return folder
-        folder.cleanup()
+        folder.close()
         reasons.append(f"{parent}: the path is too long for a unix socket")
     raise AddressError(
         f"there is no place for the shards' sockets ({', '.join(reasons)}): set TMPDIR to a folder "
@@ -181,7 +227,8 @@ class Addresses:
             prefix = config.shard_uds_path
             if prefix is None:
                 folder = private_folder(config.socket_places, len(config.shards))
-                prefix = f"{stack.enter_context(folder)}/{SOCKET_NAME}"
+                stack.enter_context(closing(folder))
+                prefix = str(folder.path / SOCKET_NAME)
             sockets = SocketClaim(prefix, len(config.shards))
             self.sockets = stack.enter_context(closing(sockets))
             """Where shards listen."""
