@@ -99,7 +99,7 @@ def create_app(
     app.state.routers = (*clouds.aip_routers(config), *ROUTERS)
     for router in app.state.routers:
         app.include_router(router)
-    app.add_api_route("/docs/", lambda: RedirectResponse("/docs"), include_in_schema=False)
+    app.add_api_route("/docs/", _to_docs, include_in_schema=False)
     complete_openapi(app, app.state.routers, keys.are_asked_for)
     _add_error_handlers(app, config)
     if keys.are_asked_for and not config.public_docs:
@@ -115,6 +115,10 @@ def create_app(
         app.add_middleware(metrics_only, port=config.prometheus_port)
     let_streams_finish()
     return app
+
+
+async def _to_docs() -> RedirectResponse:
+    return RedirectResponse("/docs")
 
 
 def create_refusal(config: RouterConfig) -> ASGIApp:

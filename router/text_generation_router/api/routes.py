@@ -60,10 +60,17 @@ class JsonRoute(APIRoute):
         async def reading(request: Request) -> Response:
             check_key(request.scope)
             deadline = read_options(request.scope).deadline
-            async with nullcontext() if deadline is None else deadline.bounds():
+            bounds = nullcontext if deadline is None else deadline.bounds
+            async with bounds():
                 value = await read_body(request, field.validate, self.parser(request.headers))
-                read = _ReadRequest(request.scope, request.receive, value)
-                return await _unless_disconnected(request, handler(read))
+            read = _ReadRequest(request.scope, request.receive, value)
+
+            async def answer() -> Response:
+                # In the task itself, which a deadline in its last step can not interrupt.
+                async with bounds():
+                    return await handler(read)
+
+            return await _unless_disconnected(request, answer())
 
         return reading
 

@@ -117,10 +117,12 @@ class Reconnection:
 
 
 async def _silence(shards: ShardedClient) -> None:
-    """Returns when they do not answer health checks any more."""
-    await asyncio.sleep(PATIENCE_S)
-    while not await silence_of(shards, NUM_QUESTIONS):
+    """Returns after NUM_QUESTIONS unanswered health checks in a row."""
+    num_unanswered = 0
+    while num_unanswered < NUM_QUESTIONS:
         await asyncio.sleep(PATIENCE_S)
+        is_silent = await silence_of(shards, num_questions=1)
+        num_unanswered = num_unanswered + 1 if is_silent else 0
 
 
 def _identity(path: str) -> _Identity | None:

@@ -238,7 +238,7 @@ class SequenceTrace:
         if started is not None:
             span = request.span("prefill", started, before)
             span.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
-            span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.num_cached_tokens)
+            span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.num_reused_tokens)
             spans.append((span, prefilled or now))
         if prefilled and (error_type or len(entry.token_ids) > 1):
             span = request.span("decode", prefilled, behind)
