@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from text_generation_router.api.tgi import generate
+from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import DeadlineError
 from text_generation_router.request_options import Deadline
@@ -130,6 +133,21 @@ async def test_time_counts_while_the_body_comes(server: Server) -> None:
     status, body = await talk.answer()
     assert status == 504 and ENDED.encode() in body
     talk.writer.close()
+
+
+async def test_what_is_ready_when_the_time_ends_is_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last step does not wait for anything. It was counted as a success by then."""
+
+    def render_slowly(*arguments: Any) -> Json:
+        time.sleep(DEADLINE_S)
+        return generate_answer(*arguments)
+
+    monkeypatch.setattr(generate, "generate_answer", render_slowly)
+    server.shards.delay_s = 0
+    response = await post(server, "/generate", {"inputs": "n", "parameters": {"max_new_tokens": 6}})
+    assert response.json() == {"generated_text": "hello "}
 
 
 async def test_time_counts_while_the_prompt_is_made(
