@@ -121,7 +121,7 @@ def create_config(
         socket_places=tuple(Path(place) for place in places if place),
         master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
         master_port=_number(values, "master-port"),
-        notes=_without_effect(mode, values, environment),
+        notes=_without_effect(mode, values, num_shards, environment),
         hostname=first(values, "hostname") or defaults.HOSTNAME,
         port=_number(values, "port") or defaults.PORT,
         prometheus_port=_number(values, "prometheus-port"),
@@ -151,10 +151,15 @@ def _has_api_key(values: Values) -> bool:
     return "api-key" in values or "api-key-file" in values
 
 
-def _without_effect(mode: Mode, values: Values, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Notes about a flag that has no effect without another, and about ATTENTION, which chooses one
-    of TGI's kernels."""
-    notes = []
+def _without_effect(
+    mode: Mode, values: Values, num_shards: int, environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Notes about flags that have no effect with one shard or without another flag, and about
+    ATTENTION, which chooses one of TGI's kernels."""
+    names = ("master-addr", "master-port") if num_shards == 1 else ()
+    notes = [f"--{name} has no effect with one shard" for name in names if name in values]
+    if "otlp-service-name" in values and "otlp-endpoint" not in values:
+        notes.append("--otlp-service-name has no effect without --otlp-endpoint")
     if attention := environment.get("ATTENTION"):
         notes.append(f"ATTENTION={attention} has no effect: pytgi has its own kernels")
     if mode is Mode.SERVE and not _restarts(values) and "resume-streams" in values:

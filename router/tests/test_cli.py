@@ -43,6 +43,7 @@ def test_every_field_is_a_flag_with_its_default() -> None:
         ({"port": 65536}, "`--port` must be a whole number from 1 to 65535. Given: 65536"),
         ({"api_key": ("a", "")}, "`--api-key` must be a value that isn't empty"),
         ({"api_key_file": ""}, "`--api-key-file` must be a value that isn't empty"),
+        ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
         ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be a whole"),
         ({"otlp_endpoint": "c:1"}, "`--otlp-endpoint` must be the gRPC address of a collector"),
         ({"aip_health_route": "h"}, "`--aip-health-route` must be a path that starts"),

@@ -132,6 +132,9 @@ class RouterConfig:
             raise ValueError(
                 "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
             )
+        for name in ("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"):
+            if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
+                raise ValueError(f"`{flag(name)}` needs keys: add `--api-key` or `--api-key-file`")
         if self.aip_predict_route is not None and self.aip_predict_route == self.aip_health_route:
             raise ValueError("`--aip-predict-route` and `--aip-health-route` must be two paths")
 
