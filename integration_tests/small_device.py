@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from text_generation_shard.device.base import ALL, Form, MemoryBudget, StepScores
+from text_generation_shard.sampling.sampler import sample
 
 
 class Weight:
-    kind, obstacle = "float32", ""
+    kind = "float32"
 
     def __init__(self, weight: Any, gate: Any = None) -> None:
         self.weight, self.gate, self.nbytes = weight.float(), gate, 4 * weight.numel()
@@ -56,7 +57,7 @@ class Runner(NamedTuple):
     @torch.inference_mode()
     def launch(self, plan: Any) -> Any:
         scores = [plan.scores(i, b := plan.batch(i), self.model.forward(b)) for i in plan.passes]
-        return StepScores(plan.choose(torch.cat(scores)), time.perf_counter_ns())
+        return StepScores(plan.choose_by(sample, torch.cat(scores)), time.perf_counter_ns())
 
 
 class SmallDevice:
@@ -66,7 +67,7 @@ class SmallDevice:
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
     upload, num_spare_blocks = staticmethod(lambda arrays: [*map(torch.from_numpy, arrays)]), 0
-    check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
+    check_room = serve = release_memory = staticmethod(lambda *_: 0)
     weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
     free_bytes, then = (lambda _, n, run: MemoryBudget(2**26, n)), (lambda _, action: action())
 

@@ -83,7 +83,8 @@ def test_its_process_group_ends_with_it():
 def test_a_child_that_draws_writes_to_the_standard_error_of_the_launcher(capfd):
     _, lines = ended("printf 'half a bar' >&2; echo a", draws=True)
     assert [one.message for one in lines] == ["a"]
-    assert capfd.readouterr().err == "half a bar"
+    # gRPC, which other tests of this process use, may say something of the fork before.
+    assert capfd.readouterr().err.endswith("half a bar")
 
 
 def test_a_child_whose_launcher_is_already_dead_ends_itself():

@@ -128,6 +128,15 @@ class RouterConfig:
             raise ValueError(
                 "`--restart` needs `--launcher-fd`: the launcher starts the new shards"
             )
+        if (
+            self.max_input_tokens is not None
+            and self.max_total_tokens is not None
+            and self.max_input_tokens >= self.max_total_tokens
+        ):
+            raise ValueError(
+                "`max_input_tokens` must be < `max_total_tokens`. "
+                f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError(
                 "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
