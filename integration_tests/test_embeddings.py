@@ -134,7 +134,9 @@ async def test_generation_goes_on_beside(server: LauncherHandle, tiny_model_path
         ({"input": [300]}, "below 300"),
     ],
 )
-def test_what_is_wrong_is_said(server: LauncherHandle, body: Mapping[str, Any], words: str) -> None:
+def test_faults_of_a_request_are_said(
+    server: LauncherHandle, body: Mapping[str, Any], words: str
+) -> None:
     response = server.client.post("/v1/embeddings", json=body)
     assert response.status_code == 400 and words in response.json()["error"]["message"]
 

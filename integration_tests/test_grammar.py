@@ -208,7 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("grammar", "sentence"), REFUSED, ids=range(len(REFUSED)))
-def test_what_can_not_be_done_is_said(
+def test_a_grammar_that_can_not_be_done_is_said(
     server: LauncherHandle, grammar: dict[str, Any], sentence: str
 ) -> None:
     body = {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 200}}

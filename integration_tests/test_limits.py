@@ -152,7 +152,9 @@ async def test_many_timeouts_at_once_leave_all_blocks_free(roomy: LauncherHandle
     assert len(roomy.generate("My name is", max_new_tokens=5)["details"]["tokens"]) == 5
 
 
-async def test_who_has_no_turn_in_time_is_told_when_to_come_again(narrow: LauncherHandle) -> None:
+async def test_a_request_without_a_turn_in_time_is_told_when_to_come_again(
+    narrow: LauncherHandle,
+) -> None:
     before = narrow.metrics()['tgi_request_failure{err="queue_wait"}']
     refused = [(path, body) for path, body in STREAMS + WHOLE if path != "/vertex"]
     shard = narrow.child("text-generation-server")

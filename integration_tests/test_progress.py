@@ -138,7 +138,7 @@ def test_everybody_is_told_when_nothing_moves(
     assert "The shards have not finished a step within 2 s" in last
 
 
-def test_who_was_stopped_with_all_others_goes_on(
+def test_a_server_stopped_as_a_whole_goes_on(
     launch: Launch, tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """As when a laptop sleeps."""

@@ -182,7 +182,7 @@ def test_prompts_that_are_not_continued(server: LauncherHandle, spans: Collector
     assert not named(trace, "decode")
 
 
-def test_what_is_not_sampled_has_no_spans(server: LauncherHandle, spans: Collector) -> None:
+def test_a_trace_that_is_not_sampled_has_no_spans(server: LauncherHandle, spans: Collector) -> None:
     trace_id = "c3" * 16
     headers = {"x-request-id": "silent", **traceparent(trace_id, "00")}
     assert ask(server, "/generate", generate(), **headers).status_code == 200

@@ -211,7 +211,7 @@ def test_the_files_of_a_batch(names, expected, tmp_path: Path):
         create(*argv, mode=Mode.BATCH)
 
 
-def test_what_has_no_effect_is_noted():
+def test_flags_without_effect_are_noted():
     config = create("--otlp-service-name", "mine", "--master-port", "1", ATTENTION="paged")
     noted = [note.split()[0] for note in config.notes]
     assert noted == ["--master-port", "--otlp-service-name", "ATTENTION=paged"]

@@ -83,7 +83,7 @@ def test_the_first_failure_is_named(given, expected, monkeypatch):
         (ROUTER, KILL, 1, True),
     ],
 )
-def test_what_may_be_a_consequence_waits_for_its_cause(rank, code, num_shards, waits, monkeypatch):
+def test_a_possible_consequence_waits_for_its_cause(rank, code, num_shards, waits, monkeypatch):
     sentence, _, waited_s = told_of([(rank, code, 0)], monkeypatch, num_shards)
     assert waited_s == pytest.approx(CAUSE_S if waits else 0)
     assert "because another shard" not in sentence

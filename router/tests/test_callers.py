@@ -53,7 +53,7 @@ def test_a_minutes_tokens_are_there_at_the_start_and_no_more_later() -> None:
 @pytest.mark.parametrize(
     ("most", "used", "wait_s"), [(60, 60, 1), (60, 90, 31), (60, 659, 600), (1, 1, 1), (7, 8, 9)]
 )
-def test_who_comes_when_told_is_let_in(most: int, used: int, wait_s: int) -> None:
+def test_a_caller_that_waits_as_told_is_let_in(most: int, used: int, wait_s: int) -> None:
     allowance = Allowance(KeyLimits(max_tokens_per_minute=most))
     allowance.take(used, 50)
     error = refusal(allowance, 1, 50)

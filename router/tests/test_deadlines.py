@@ -135,7 +135,7 @@ async def test_time_counts_while_the_body_comes(server: Server) -> None:
     talk.writer.close()
 
 
-async def test_what_is_ready_when_the_time_ends_is_sent(
+async def test_an_answer_that_is_ready_when_the_time_ends_is_sent(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last step does not wait for anything. It was counted as a success by then."""

@@ -60,7 +60,7 @@ async def test_the_shards_are_asked_once() -> None:
     assert len(shards.asked) == 258, "the oldest was forgotten"
 
 
-async def test_what_the_shards_refuse_is_tgis_sentence_and_not_remembered() -> None:
+async def test_a_grammar_that_the_shards_refuse_is_tgis_sentence_and_not_remembered() -> None:
     shards = Compiling("no such type")
     grammars = compiler(shards)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_objects_have_the_properties_that_are_named() -> None:
         assert written(unchanged) == unchanged
 
 
-def test_what_has_properties_is_an_object() -> None:
+def test_a_schema_with_properties_is_an_object() -> None:
     """The first example of TGI's documentation has no type."""
     inner = {"properties": {"b": {"type": "null"}}, "required": ["b"]}
     found = written({"properties": {"a": inner}, "required": ["a"]})
@@ -205,7 +205,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("source", "sentence"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_refused_without_asking_the_shards(source: str, sentence: str) -> None:
+def test_grammars_that_are_refused_without_asking_the_shards(source: str, sentence: str) -> None:
     with pytest.raises(ValidationError) as caught:
         write(Grammar("json_schema", source))
     assert sentence in str(caught.value)
@@ -283,7 +283,7 @@ def test_gbnf_is_refused(source: str, words: str) -> None:
     ],
     ids=range(14),
 )
-def test_what_is_the_same(source: str, written: str) -> None:
+def test_grammars_that_are_the_same(source: str, written: str) -> None:
     assert rust(source) == written
 
 
@@ -300,7 +300,7 @@ def test_what_is_the_same(source: str, written: str) -> None:
         ("(a)?(?(1)b|c)", "conditions"),
     ],
 )
-def test_what_would_be_read_as_something_else(source: str, reason: str) -> None:
+def test_grammars_that_would_be_read_as_something_else(source: str, reason: str) -> None:
     with pytest.raises(GrammarError, match="grammar is not valid: .*" + re.escape(reason)):
         write(Grammar("regex", source))
 

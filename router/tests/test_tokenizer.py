@@ -208,7 +208,7 @@ def test_special_tokens_come_from_all_three_files(tmp_path: Path) -> None:
         ({"tokenizer_config.json": "[]", "tokenizer.json": None}, "must hold a JSON object"),
     ],
 )
-def test_what_cannot_be_loaded_says_why(
+def test_a_tokenizer_that_cannot_be_loaded_says_why(
     tmp_path: Path, files: dict[str, str | None], sentence: str
 ) -> None:
     save(byte_level(), tmp_path)

@@ -66,7 +66,7 @@ async def test_a_place_is_kept_for_what_is_prepared(rank: Rank) -> None:
     assert rank.turns == [4, 5, 6, 7]
 
 
-async def test_what_may_skip_does_not_wait_for_what_is_missing(rank: Rank) -> None:
+async def test_a_message_that_may_skip_does_not_wait_for_missing_ones(rank: Rank) -> None:
     waited = rank.arrive(6)
     await rank.arrive(9, may_skip=True)
     # What waited has its turn before it, and knows what it lacks.
@@ -77,7 +77,7 @@ async def test_what_may_skip_does_not_wait_for_what_is_missing(rank: Rank) -> No
     assert rank.failed == [1, 2, 3, 5, 6, 7, 8] and rank.gaps == [0, 1, 1]
 
 
-async def test_what_is_late_has_its_turn_without_what_is_missing(rank: Rank) -> None:
+async def test_a_late_message_has_its_turn_without_missing_ones(rank: Rank) -> None:
     late = Rank(rank.messages.device_thread, deadline_s=0.01)
     calls = [late.arrive(4), late.arrive(3)]
     with pytest.raises(OwnError, match="message 3 came, but message 1 before it"):

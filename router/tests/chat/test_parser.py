@@ -112,7 +112,7 @@ def test_reasoning_comes_first(form: ChatFormat) -> None:
         ("generic", 'Call {"name": "a", "arguments": {}}'),
     ],
 )
-def test_what_is_no_call_is_shown_as_it_is(name: str, text: str) -> None:
+def test_text_that_is_no_call_is_shown_as_it_is(name: str, text: str) -> None:
     assert read(FORMATS[name], [text]) == [ContentDelta(text)]
     assert read(FORMATS[name], list(text)) == [ContentDelta(text)]
 

@@ -108,7 +108,7 @@ def test_a_wrong_field_works_or_is_named(family: str, file: str, tmp_path: Path)
         ({"num_hidden_layers": 10**9}, "a whole number from 1 to 10000"),
     ],
 )
-def test_what_can_not_be_served_is_named(
+def test_a_model_that_can_not_be_served_is_named(
     fields: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
@@ -133,7 +133,7 @@ def test_a_scaled_rope_has_a_longer_context(
     assert ModelConfig.from_hf(write(tmp_path, rope_scaling=rope)).max_position == context
 
 
-def test_what_is_ignored_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0},

@@ -92,7 +92,7 @@ def test_an_incomplete_local_directory(tmp_path, names, index, expected):
 
 
 @pytest.mark.parametrize("model_id", ["a/b/c", "../nowhere", "", "some model", "/nowhere"])
-def test_what_is_neither_a_directory_nor_a_hub_id(model_id):
+def test_a_name_that_is_neither_a_directory_nor_a_hub_id(model_id):
     with pytest.raises(ModelError, match="neither a directory here nor a hub id"):
         resolve_model(model_id)
 

@@ -136,7 +136,9 @@ def enlarged() -> torch.Tensor:
     ],
     ids=str,
 )
-def test_what_is_no_checkpoint(tmp_path: Path, content: Any, expected: str | None) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused(
+    tmp_path: Path, content: Any, expected: str | None
+) -> None:
     directory = model_in(tmp_path / "m", pytorch_model__bin=content)
     if expected is None:
         resolve_model(str(directory))
@@ -166,7 +168,7 @@ def test_one_name_in_two_files(tmp_path: Path) -> None:
     assert "holds x, and so does" in error_of(model_in(tmp_path / "m", **files))
 
 
-def test_what_was_half_written_is_never_used(tmp_path: Path) -> None:
+def test_a_half_written_conversion_is_never_used(tmp_path: Path) -> None:
     """A killed process leaves a file that is not read and does not prevent the next conversion;
     nothing can be loaded from it."""
     directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)

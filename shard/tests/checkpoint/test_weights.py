@@ -227,7 +227,7 @@ def test_the_first_copys_error_is_raised_however_late_it_comes() -> None:
         (None, "part-1.safetensors is not a readable safetensors file"),
     ],
 )
-def test_what_is_wrong_with_a_checkpoint_is_said_alike(
+def test_faults_of_a_checkpoint_are_said_alike(
     kind: type[TorchDevice],
     change: dict[str, tuple[int, ...] | None] | None,
     message: str,
@@ -253,7 +253,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_alike(
         (None, "float64", 90, torch.bfloat16),
     ],
 )
-def test_which_type_a_gpu_computes_in(
+def test_the_type_a_gpu_computes_in(
     asked: str | None,
     checkpoint_dtype: str,
     capability: int,

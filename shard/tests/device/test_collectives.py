@@ -128,7 +128,7 @@ def test_a_message_that_one_gives_up_fails_for_all_and_the_next_does_not() -> No
                 assert sentence.endswith(f"has aborted message {number}"), (rank, sentence)
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
     first, _ = in_memory(2, deadline_s=0.2)
     first.begin(5)
     with pytest.raises(RankError, match=r"shard 1 did not come within 0.2 s \(message 5\)") as late:

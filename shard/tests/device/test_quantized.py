@@ -121,7 +121,7 @@ def test_zeros_and_equal_weights_are_kept() -> None:
         ((64, 64), None, "bfloat16", ""),
     ],
 )
-def test_what_a_matrix_becomes(
+def test_the_form_of_a_matrix(
     shape: tuple[int, int], quantize: str | None, kind: str, obstacle: str
 ) -> None:
     weight = weight_of(*shape)

@@ -79,7 +79,7 @@ def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
     assert (len(driver.tokens[3]), len(driver.tokens[1])) == (20, 1)
 
 
-def test_what_does_not_exist_is_refused(driver: Driver) -> None:
+def test_steps_that_are_not_possible_are_refused(driver: Driver) -> None:
     engine = driver.engine
     with pytest.raises(BatchError, match="there is nothing to compute"):
         engine.step(StepInput())

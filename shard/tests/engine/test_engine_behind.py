@@ -86,7 +86,7 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     return found
 
 
-def test_what_depends_on_tokens_waits_for_them(driver: Driver) -> None:
+def test_a_choice_that_depends_on_tokens_waits_for_them(driver: Driver) -> None:
     engine = driver.engine
     first = engine.launch(StepInput([driver.request(0, range(3, 20), max_new_tokens=30)], False))
     second = engine.launch(StepInput())

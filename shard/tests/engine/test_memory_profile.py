@@ -129,7 +129,7 @@ def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: Measu
         (1, 16, 2, 65536, [(1, 1, 16, 2)]),
     ],
 )
-def test_which_steps_are_the_largest(
+def test_the_largest_steps_are_profiled(
     rows: int, tokens: int, longest: int, keys: int | None, expected: list[tuple[int, ...]]
 ) -> None:
     found = largest_steps(rows, tokens, longest, keys)

@@ -91,7 +91,7 @@ def test_the_draft_is_what_followed_before(ids: list[int], wanted: list[int]) ->
     assert draft_tokens_of(table_of(ids), [4]) == [wanted]
 
 
-def test_what_does_not_pay_is_tried_now_and_then() -> None:
+def test_drafts_that_do_not_pay_are_tried_now_and_then() -> None:
     table, drafter, rows = table_of([5] * 100), Drafter(1, World().broadcast), np.array([0])
     for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
         drafter.forget(0)

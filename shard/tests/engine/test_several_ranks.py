@@ -268,7 +268,7 @@ async def test_a_step_that_one_rank_has_done_and_another_not(
     assert not shards.final and all(not rank._engine.num_rows_taken for rank in shards.ranks)
 
 
-async def test_what_is_wrong_with_a_message_is_no_failure_of_a_rank(shards: Shards) -> None:
+async def test_a_wrong_message_is_no_failure_of_a_rank(shards: Shards) -> None:
     def fail(number: int) -> None:
         raise AssertionError("all ranks know by themselves")
 

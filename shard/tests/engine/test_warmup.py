@@ -67,7 +67,7 @@ class ScriptedSteps:
 
 
 @pytest.mark.parametrize(("longest", "context_ns"), [(8192, 20 * 1024), (400, 20 * 1024), (100, 0)])
-def test_what_is_in_front_of_a_prompt_token_has_its_price(longest: int, context_ns: int) -> None:
+def test_tokens_in_front_of_a_prompt_token_have_their_price(longest: int, context_ns: int) -> None:
     costs = measure(ScriptedSteps(), 4096, 8, longest)
     assert costs.context_ns == pytest.approx(context_ns, rel=0.01)
     assert costs.token_ns == pytest.approx(100_000, rel=0.01)
@@ -95,7 +95,7 @@ def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
     assert asked[True] == 8
 
 
-def test_what_is_recorded_is_measured_as_it_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_are_measured_as_they_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of all rows is fast after four runs."""
     engine, asked = ScriptedSteps(), 0
     engine.records_steps = True
@@ -112,7 +112,7 @@ def test_what_is_recorded_is_measured_as_it_will_be(monkeypatch: pytest.MonkeyPa
     assert measure(engine, 4096, 8, 8192).full_ns == 1_000_000
 
 
-def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
+def test_memory_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
     """The largest step, by torch's allocations: prompt tokens beside decoding rows, with prompt
     log-probabilities and all sampling parameters."""
     engine = load_engine(tiny_model_path, max_prefill_tokens=PROMPT)

@@ -168,7 +168,9 @@ def test_logprobs_are_those_among_the_allowed_tokens(
     assert result.logprobs[0] == pytest.approx(result.top_token_logprobs[0])
 
 
-def test_what_can_not_be_written_is_one_sentence(compiler: GrammarCompiler, tmp_path: Path) -> None:
+def test_a_grammar_that_can_not_be_written_is_one_sentence(
+    compiler: GrammarCompiler, tmp_path: Path
+) -> None:
     endless = compile_now(compiler, 'start: "a" start')
     assert endless.error.startswith("no text matches it")
     assert endless.min_tokens == 0

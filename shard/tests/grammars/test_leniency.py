@@ -90,7 +90,7 @@ LOOP = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}, "m": {"p
     ],
     ids=range(16),
 )
-def test_what_can_not_be_compiled_is_left_out(
+def test_keywords_that_can_not_be_compiled_are_left_out(
     compiler: GrammarCompiler, schema: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     assert left(compiler, schema) == wanted

@@ -114,7 +114,7 @@ async def test_closing_ends_running_trials() -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_CACHED_BYTES", 200), ("_CACHED_GRAMMARS", 4)])
-async def test_what_is_remembered_is_bounded(
+async def test_remembered_grammars_are_bounded(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     monkeypatch.setattr(compiling, limit, value)

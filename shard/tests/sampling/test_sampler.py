@@ -372,7 +372,7 @@ def test_rows_that_nothing_can_be_chosen_from_are_known(sample: Sampler) -> None
         assert choice.logprobs[others].tolist() == sound.logprobs[others].tolist()
 
 
-def test_what_is_forbidden_may_be_no_number() -> None:
+def test_forbidden_scores_may_be_nan() -> None:
     """Masked before, or an end token that comes too early."""
     scores = torch.randn(2, 300)
     scores[:, 3] = math.nan

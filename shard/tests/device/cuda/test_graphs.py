@@ -124,7 +124,7 @@ def test_each_part_of_a_recorded_step_counts(
     assert not are_equal(launched_ahead(driver, 3, 12), expected)
 
 
-def test_what_can_not_be_recorded_is_computed(
+def test_a_step_that_can_not_be_recorded_is_computed(
     tiny_model_path: Path,
     expected: list[pb.Generations],
     caplog: pytest.LogCaptureFixture,
@@ -142,7 +142,7 @@ def test_what_can_not_be_recorded_is_computed(
     assert "steps of 4 tokens are not recorded" in message and "\n" not in message
 
 
-def test_what_is_sent_of_block_tables() -> None:
+def test_the_part_of_block_tables_that_is_sent() -> None:
     """New blocks, whole tables of reused rows, and entries whose upload failed are sent."""
     rows: Any = SimpleNamespace(
         block_tables=np.array([[3, 4, 5], [6, 7, 8]]),
@@ -177,7 +177,7 @@ def test_what_is_sent_of_block_tables() -> None:
     assert state.tables_of(both[1:], 17).tolist() == [[2, 0]]
 
 
-def test_what_all_take_is_told_by_two(tiny_model_path: Path) -> None:
+def test_memory_of_all_graphs_is_told_by_two(tiny_model_path: Path) -> None:
     """Sizes 1, 2 and 4 with contexts of 512 tokens: 100 bytes for the largest, 10 for each other
     one."""
     driver = stream_driver(tiny_model_path)

@@ -87,7 +87,7 @@ def test_exceptions_are_added_alike_in_any_batch(is_gated: bool) -> None:
         assert ((together.double() - exact).abs() <= 0.005 * scale).all()
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_numbers_that_are_not_finite_stay_so() -> None:
     weight = torch.full((16, 8), 0.5, dtype=torch.bfloat16)
     weight[0, 3], weight[1, 3], weight[2, 3] = float("inf"), float("-inf"), float("nan")
     out = linear.PackedWeight(weight)(torch.ones(1, 8, dtype=torch.bfloat16))[0]

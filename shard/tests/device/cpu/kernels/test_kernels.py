@@ -103,7 +103,7 @@ def test_norm_takes_in_and_normalises(dtype: torch.dtype, size: int, rows: int) 
     assert torch.equal(again, out) and torch.equal(hidden, total)
 
 
-def test_what_would_be_misread_is_refused() -> None:
+def test_tensors_that_would_be_misread_are_refused() -> None:
     rows, weight = torch.randn(5, 3, 16), torch.ones(16)
     # A view of one head: its rows have gaps between them.
     one = rows[:, 1]
@@ -248,7 +248,7 @@ def test_attention_is_the_same_however_a_sequence_is_cut(
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_what_is_not_finite_harms_its_own_sequence_alone() -> None:
+def test_numbers_that_are_not_finite_harm_their_own_sequence_alone() -> None:
     sequences = Sequences(torch.bfloat16, (4, 2, 32), [40, 40])
     sequences.heads[0][:, 2:] = float("nan")
     sequences.heads[0][5, 4] = float("inf")

@@ -84,7 +84,7 @@ def mixed_answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize(("family", "form"), CASES)
-def test_what_is_not_wanted_of_the_last_layer_changes_nothing(
+def test_hidden_states_that_are_not_wanted_change_nothing(
     family: str, form: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: dict[str, Any] = {"mlp_bias": False, "intermediate_size": 128}

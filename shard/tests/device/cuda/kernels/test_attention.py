@@ -172,7 +172,7 @@ def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore:invalid value")
 @TAILS
 @pytest.mark.parametrize("kept", [torch.bfloat16, *FLOAT8])
-def test_what_is_no_number_is_not_lost(lengths: list[int], kept: torch.dtype) -> None:
+def test_nan_is_not_lost(lengths: list[int], kept: torch.dtype) -> None:
     """NaN in one split of several makes only its own row NaN."""
     shape = HeadShape(2, 1, 64, 0.125)
     attention = TritonAttention(shape, PLACE, CAPABILITY)
@@ -234,7 +234,7 @@ def test_prompts_by_the_attention_of_torch(
     check(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, lengths, window, takes_flash=True)
 
 
-def test_what_torch_has_no_attention_for_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_torch_does_not_have_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what would take too much memory."""
     plain = HeadShape(4, 2, 64, 0.125)
     assert not flash.suits(plain, torch.float32, 90)

@@ -127,7 +127,7 @@ def test_rows_that_nothing_can_be_chosen_from_are_known(bad: float | None) -> No
     assert found.token_ids[5] == sound.token_ids[5] and found.logprobs[5] == sound.logprobs[5]
 
 
-def test_what_is_forbidden_may_be_no_number() -> None:
+def test_forbidden_scores_may_be_nan() -> None:
     scores = torch.randn(2, 300)
     scores[:, 3] = float("nan")
     history = history_of([[1], [1]], [1, 1], [1, 1], [5, 0])

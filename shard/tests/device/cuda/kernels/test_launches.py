@@ -23,7 +23,7 @@ def test_a_tensor_with_gaps_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 20, 64, 100, 300, 5000])
-def test_what_is_changed_in_place_has_a_thread_for_each_number(
+def test_numbers_changed_in_place_have_a_thread_each(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two threads with the same number, the second may load what the first has stored."""

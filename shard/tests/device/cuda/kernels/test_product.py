@@ -133,7 +133,7 @@ def test_large_matrices_are_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) 
         ((64, 64), None, "bfloat16", ""),
     ],
 )
-def test_what_a_matrix_becomes(
+def test_the_form_of_a_matrix(
     shape: tuple[int, int], quantize: str | None, kind: str, obstacle: str
 ) -> None:
     weight = weight_of(*shape)
