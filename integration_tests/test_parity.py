@@ -157,7 +157,7 @@ async def test_same_tokens_after_a_preemption(
 ) -> None:
     alone = await asyncio.to_thread(server.generate, PROMPT, **parameters)
     before = cramped.metrics()["tgi_request_preempted"]
-    prompts = [PROMPT] * 6
+    prompts = [PROMPT] * 12
     async with cramped.async_client() as client:
         answers = await asyncio.gather(
             *(_stream_ids(client, prompt, parameters) for prompt in prompts)

@@ -1,11 +1,17 @@
 import fcntl
 import os
+import pty
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 from text_generation_process.descriptors import MAX_LINES, LineStream, Output
+
+from launcher.tests.conftest import wait_until
 
 
 def describe(count: int) -> str:
@@ -58,11 +64,30 @@ def test_lines_that_have_no_room_are_dropped_and_counted_in_their_place(pipe):
     assert output.num_dropped == dropped
 
 
+@pytest.mark.parametrize("kind", ["socket", "terminal"])
+def test_other_readers_that_do_not_read(kind):
+    if kind == "socket":
+        ends = socket.socketpair()
+        reader, writer = (end.detach() for end in ends)
+    else:
+        reader, writer = pty.openpty()
+    output = Output(writer, describe)
+    for number in range(2 * MAX_LINES):
+        output.write(f"{number} ".ljust(300, "."))
+    assert output.num_dropped
+    text = b""
+    while not text.rstrip().endswith(b"%d dropped" % output.num_dropped):
+        text += os.read(reader, 1 << 16)
+    assert output.flush()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_reader_that_is_gone():
     reader, writer = os.pipe()
     output = Output(writer, describe)
     os.close(reader)
-    for _ in range(100):
+    for _ in range(MAX_LINES):
         output.write("x" * 1000)
     assert output.flush() and output.num_dropped == 0
     os.close(writer)
@@ -118,3 +143,20 @@ def test_print_writes_whole_lines(pipe):
     stream.finish()
     assert read_until(pipe[0], b"e") == [b"a b", b"cd", b"e"]
     assert stream.fileno() == pipe[1]
+
+
+def test_a_process_ends_while_nobody_reads():
+    """And within the second that it waits for its reader."""
+    script = (
+        "import atexit\n"
+        "from text_generation_process.descriptors import Output\n"
+        "output = Output(1, str)\n"
+        "atexit.register(output.flush)\n"
+        "for _ in range(5000): output.write('x' * 1000)\n"
+        "raise SystemExit(7)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 7
+    assert process.stdout is not None
+    process.stdout.close()

@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +87,15 @@ def test_a_call_without_an_answer_fails_alone(shared: Worker, function: str) -> 
     assert server_of(shared) == server
 
 
+def test_a_call_whose_server_dies_is_repeated_once(worker: Worker, tmp_path: Path) -> None:
+    (ends := tmp_path / "ends").write_text("\n")
+    assert worker.call("kill_server", str(ends).encode(), 5) == b"repeated"
+    ends.write_text("\n" * 3)
+    with pytest.raises(WorkerError, match="the process of kill_server died"):
+        worker.call("kill_server", str(ends).encode(), 5)
+    assert ends.read_text() == "\n"
+
+
 def test_a_runner_that_has_grown_ends_after_its_answer(shared: Worker) -> None:
     runner = pid_of(shared)
     assert shared.call("grow_a_little", b"", 5) == str(runner).encode()
@@ -132,6 +143,23 @@ def test_close_ends_calls_and_processes(worker: Worker) -> None:
     wait_until(lambda: not any(is_running(process.pid) for process in processes))
     with pytest.raises(WorkerClosedError):
         worker.call("pid", b"", 5)
+
+
+def test_all_processes_end_with_the_parent() -> None:
+    program = f"""
+from text_generation_process.worker import Worker
+worker = Worker({MODULE!r}, memory_bytes={MEMORY_BYTES})
+print(worker.call("pid", b"", 5).decode(), flush=True)
+worker.call("sleep", b"", 60)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        runner = psutil.Process(int(parent.stdout.readline()))
+        server = runner.parent()
+        assert server is not None
+        parent.kill()
+    wait_until(lambda: not is_running(server.pid) and not is_running(runner.pid))
 
 
 def test_a_process_without_descriptors_is_told_so(worker: Worker) -> None:

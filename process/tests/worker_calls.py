@@ -20,7 +20,11 @@ class Prepared:
 
 
 def prepare(argument: bytes) -> Prepared | None:
-    """Keeps the argument, if there is one."""
+    """Keeps the argument, or does what it says."""
+    if argument == b"fail":
+        raise ValueError("it can not be prepared")
+    if argument == b"sleep":
+        signal.pause()
     return Prepared(argument) if argument else None
 
 
@@ -44,6 +48,16 @@ def die(argument: bytes) -> bytes:
     """As if the system killed it."""
     os.kill(os.getpid(), signal.SIGKILL)
     return b""
+
+
+def kill_server(argument: bytes) -> bytes:
+    """Ends the server, and this process with it, once for each line end in the file."""
+    ends = Path(argument.decode())
+    if not (left := ends.read_text()):
+        return b"repeated"
+    ends.write_text(left[1:])
+    os.kill(os.getppid(), signal.SIGKILL)
+    return sleep(argument)
 
 
 def fail(argument: bytes) -> bytes:

@@ -4,39 +4,43 @@ import io
 import os
 import resource
 import select
+import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 MAX_BYTES = 1 << 20
 MAX_LINES = 4096
 LAST_WORDS_S = 1.0
 """How long an ending process waits for its reader."""
+# A writable pipe or socket takes this much without waiting (PIPE_BUF of Linux).
+_CHUNK_BYTES = 4096
+_RETRY_S = 0.02
 
 
 class Output:
-    """Owns the unwritten lines of one descriptor, and the thread that writes them. Threads and
-    signal handlers may write, and never wait.
+    """Owns the unwritten lines of one descriptor. Threads and signal handlers may write, and never
+    wait.
 
-    Lines are written whole and in order. At most MAX_BYTES and MAX_LINES are kept. Beyond that,
-    lines are dropped until all kept lines are written. Then one line, made by `describe`, has their
-    number.
+    Lines are written whole and in order. Lines that the reader does not take are kept, up to
+    MAX_BYTES and MAX_LINES, and a thread writes them later. Beyond that, lines are dropped until
+    all kept lines are written. Then one line, made by `describe`, has their number.
     """
 
     def __init__(self, descriptor: int, describe: Callable[[int], str]) -> None:
         self.num_dropped = 0
         """Dropped lines since the start."""
-        self._descriptor = descriptor
+        self._descriptor, self._never_waits = _reopened(descriptor)
         self._describe = describe
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
         self._gap = 0
         """Lines dropped after the kept ones."""
+        self._has_writer = False
+        self._is_busy = False
         # Reentrant: a signal handler may write in the middle of another line.
         self._changed = threading.Condition(threading.RLock())
-        # A daemon, so that the process can end while the thread waits.
-        threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def write(self, text: str, is_needed: bool = False) -> None:
         """Writes one or more lines, which stay together. Needed lines are never dropped."""
@@ -45,13 +49,22 @@ class Output:
             if self._kept and not (is_needed or self._has_room(len(data))):
                 self._gap += 1
                 self.num_dropped += 1
-            else:
-                self._keep(data)
+                return
+            self._keep(data)
+            if self._is_busy or self._has_writer:
+                return  # what writes there writes this, too
+            self._is_busy = True
+            self._write_kept()
+            self._is_busy = False
+            if self._kept:
+                self._has_writer = True
+                # A daemon, so that the process can end while the thread waits.
+                threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def flush(self, timeout_s: float | None = LAST_WORDS_S) -> bool:
         """Whether the reader took everything within the time; None: no limit."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._kept, timeout_s)
+            return self._changed.wait_for(lambda: not self._has_writer, timeout_s)
 
     def _has_room(self, length: int) -> bool:
         return (
@@ -61,20 +74,48 @@ class Output:
     def _keep(self, data: bytes) -> None:
         self._kept.append(data)
         self._num_bytes += len(data)
-        self._changed.notify_all()
 
     def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLOUT)
         while True:
+            poller.poll()
             with self._changed:
-                self._changed.wait_for(lambda: self._kept)
-                data = self._kept[0]
-            _write_all(self._descriptor, data)
-            with self._changed:
-                self._num_bytes -= len(self._kept.popleft())
-                if self._gap and not self._kept:
-                    notice, self._gap = self._describe(self._gap), 0
-                    self._keep(_encode(notice))
-                self._changed.notify_all()
+                has_taken = self._write_kept()
+                if not self._kept:
+                    self._has_writer = False
+                    self._changed.notify_all()
+                    return
+            if not has_taken:
+                time.sleep(_RETRY_S)
+
+    def _write_kept(self) -> int:
+        """Writes as many bytes as the reader takes, and returns their number."""
+        total = 0
+        while self._kept:
+            taken = self._take(self._kept[0])
+            total += taken
+            self._num_bytes -= taken
+            if taken < len(self._kept[0]):
+                self._kept[0] = self._kept[0][taken:]
+                break
+            self._kept.popleft()
+            if self._gap and not self._kept:
+                notice, self._gap = self._describe(self._gap), 0
+                self._keep(_encode(notice))
+        return total
+
+    def _take(self, data: bytes) -> int:
+        """Writes without waiting; returns the number of bytes taken."""
+        taken, most = 0, len(data) if self._never_waits else _CHUNK_BYTES
+        while taken < len(data) and (self._never_waits or _can_take(self._descriptor)):
+            try:
+                taken += os.write(self._descriptor, data[taken : taken + most])
+            except BlockingIOError:
+                break
+            except OSError:
+                return len(data)  # the reader is gone: the server continues without its log
+        return taken
 
 
 class LineStream(io.TextIOBase):
@@ -135,11 +176,19 @@ def _encode(text: str) -> bytes:
         return f"{text}\n".encode("utf-8", "replace")
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Waits for the reader. If it is gone, the server continues without its log."""
-    with suppress(OSError):
-        while data:
-            try:
-                data = data[os.write(descriptor, data) :]
-            except BlockingIOError:  # another process has made the pipe non-blocking
-                select.select([], [descriptor], [])
+def _reopened(descriptor: int) -> tuple[int, bool]:
+    """A descriptor for the same pipe or terminal, and whether writing to it never waits. A new
+    descriptor, because O_NONBLOCK on the old one would apply to all processes that share it."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            return os.open(f"/proc/self/fd/{descriptor}", flags), True
+        except OSError:
+            return descriptor, False  # of another user: `poll` before each write
+    return descriptor, False
+
+
+def _can_take(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(0))

@@ -45,8 +45,14 @@ def collector(value: str) -> str:
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raises ValueError, with a sentence for the user, if spans can not be sent to any endpoint."""
-    if endpoint is not None and not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
+    """Raises ValueError, with a sentence for the user, if traces can not be sent to `endpoint`."""
+    if endpoint is None:
+        return
+    try:
+        collector(endpoint)
+    except ValueError as error:
+        raise ValueError(f"`--otlp-endpoint` must be {error}. Given: {endpoint}") from error
+    if not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
         raise ValueError(
             "--otlp-endpoint needs OpenTelemetry, which is not installed: install it with "
             "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or start "

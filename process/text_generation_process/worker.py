@@ -56,6 +56,10 @@ class WorkerClosedError(WorkerError):
     """The worker is closed."""
 
 
+class _ServerDiedError(WorkerError):
+    """A call has no answer, because the server died, and its runners with it."""
+
+
 class Worker:
     """Owns a server process and its runners: as many as there are calls at a time.
 
@@ -80,7 +84,14 @@ class Worker:
         self._release(*self._take())
 
     def call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
-        """What the method or function of this name returns. Raises WorkerError."""
+        """What the method or function of this name returns. Raises WorkerError. A call whose server
+        died is repeated once: no call can end the server of another, but the system may."""
+        try:
+            return self._call(function, argument, timeout_s)
+        except _ServerDiedError:
+            return self._call(function, argument, timeout_s)
+
+    def _call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
         connection, server = self._take()
         began = time.monotonic()
         try:
@@ -93,7 +104,8 @@ class Worker:
                 self._end()
             if time.monotonic() - began >= timeout_s:
                 raise WorkerTimeoutError(f"{function} did not end in {timeout_s:g} s") from error
-            raise WorkerError(f"the process of {function} died") from error
+            kind = WorkerError if server.is_alive else _ServerDiedError
+            raise kind(f"the process of {function} died") from error
         if has_more:
             self._release(connection, server)
         else:

@@ -41,6 +41,7 @@ def test_every_field_is_a_flag_with_its_default() -> None:
             "`--waiting-served-ratio` must be a number",
         ),
         ({"port": 65536}, "`--port` must be a whole number from 1 to 65535. Given: 65536"),
+        ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
         ({"api_key": ("a", "")}, "`--api-key` must be a value that isn't empty"),
         ({"api_key_file": ""}, "`--api-key-file` must be a value that isn't empty"),
         ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),

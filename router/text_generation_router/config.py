@@ -128,6 +128,11 @@ class RouterConfig:
             raise ValueError(
                 "`--restart` needs `--launcher-fd`: the launcher starts the new shards"
             )
+        if self.port and self.port == self.prometheus_port:
+            raise ValueError(
+                "`--prometheus-port` must be another port than `--port`; "
+                "leave it out to have /metrics on that one only"
+            )
         if (
             self.max_input_tokens is not None
             and self.max_total_tokens is not None

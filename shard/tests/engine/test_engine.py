@@ -85,8 +85,11 @@ def test_steps_that_are_not_possible_are_refused(driver: Driver) -> None:
         engine.step(StepInput())
     driver.add([driver.request(1, [3], max_new_tokens=40)])
     long, stranger = driver.request(2, [3], max_new_tokens=500), driver.request(3, [3])
+    # What is granted to a running request stays, for the router does not take it back.
+    refused = StepInput([driver.request(1, [3])], grown=[(1, driver.free.pop())])
+    num_blocks = engine._table.num_blocks[engine._table.row(1)]
     for asked, sentence in (
-        (StepInput([driver.request(1, [3])]), "is running already"),
+        (refused, "is running already"),
         (StepInput(grown=[(55, 3)]), "not running"),
         (StepInput(chunks=[(55, 3)]), "not running"),
         (StepInput([long]), "500 new ones may follow, and all can be 400"),
@@ -96,6 +99,7 @@ def test_steps_that_are_not_possible_are_refused(driver: Driver) -> None:
     ):
         with pytest.raises(BatchError, match=sentence):
             engine.step(asked)
+    assert engine._table.num_blocks[engine._table.row(1)] == num_blocks + 1
     for kept, sentence in (([], "at least one request"), ([1, 9], r"\[9\] are not running")):
         with pytest.raises(BatchError, match=sentence):
             engine.filter(kept)

@@ -49,8 +49,9 @@ class StepHandle:
 
     def wait(self) -> None:
         """Wait until `result` returns almost at once. From any thread."""
-        if self.outcome is None and self.launched is not None:
-            self.launched.wait()
+        launched = self.launched
+        if self.outcome is None and launched is not None:
+            launched.wait()
 
     def result(self) -> pb.StepResponse:
         """Wait for the step. If it failed, its new requests have no rows, and the other rows are
@@ -170,6 +171,10 @@ class Engine:
         before = self._in_flight[0].plan.samples if self._in_flight else None
         if step.new_requests:
             self._check_vocabulary(step.new_requests)
+        # First, for the router does not give these blocks back if a new request is refused.
+        for request_id, block in step.grown:
+            if not (step.is_ahead and self._table.row(request_id) is None):
+                self._table.grow(request_id, block)
         rows: list[int] = []
         taking = time.perf_counter_ns()
         try:

@@ -42,9 +42,6 @@ class Planner:
         """The whole step, in one pass unless its inputs are too long; BatchError if it is invalid.
         rows: of its new requests; before: the sampled positions of the step in flight."""
         table = self._table
-        for request_id, block in step.grown:
-            if not (step.is_ahead and table.row(request_id) is None):
-                table.grow(request_id, block)
         inputs = self._chunks(step)
         decoding = self._decoding(step, inputs, before)
         for row, request in zip(rows, step.new_requests, strict=True):

@@ -143,7 +143,7 @@ class CpuDevice(TorchDevice):
         if quantize is None and self._float_form is PackedWeight:
             return PackedWeight(weight.to(self.dtype), is_gated=True)
         form = self.int8 if quantize == "int8" else self.int4
-        if not issubclass(form, PackedWeight) or form.obstacle_of(weight):
+        if quantize is None or not issubclass(form, PackedWeight) or form.obstacle_of(weight):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
 

@@ -132,8 +132,9 @@ def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
         form = PackedWeight if is_ours else linear.OneDnnMatrix
         assert type(opened.matrix(torch.randn(32, 16), None)) is form
         assert opened.is_deterministic == is_ours
-        weight, hidden = torch.randn(64, 16), torch.randn(3, 16).to(opened.dtype)
+        weight, hidden = torch.randn(64, 64), torch.randn(3, 64).to(opened.dtype)
         gated = opened.gated_matrix(weight, None, Activation.SILU, has_bias=False)
+        assert gated.kind == dtype
         gate, up = (hidden.float() @ weight.t()).chunk(2, dim=1)
         torch.testing.assert_close(gated(hidden).float(), F.silu(gate) * up, rtol=0.1, atol=0.2)
     options = DeviceOptions("bfloat16", "float32", deterministic=True)
