@@ -35,11 +35,12 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 
 test: .venv/.installed-dev $(TEST_CLIENTS) ## what needs no GPU and is not only for the night
 	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m $(USUAL) integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
-	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu" integration_tests --ignore $(HOSTILE))
+	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu and not nightly" integration_tests --ignore $(HOSTILE))
 
 nightly: .venv/.installed-dev $(TEST_CLIENTS) ## what is long and seldom fails, and all examples of what the other tests try with few
-	$(PYTEST) -m "(nightly or examples or hypothesis) and not gpu" --hypothesis-profile nightly \
+	$(PYTEST) -m "(nightly or examples or hypothesis) and not gpu and not timed" --hypothesis-profile nightly \
 		integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL) $(ARGS)
+	$(if $(ARGS),,$(PYTEST) -m "nightly and timed and not gpu" integration_tests --ignore $(HOSTILE))
 	$(if $(ARGS),,$(PYTEST) --hypothesis-profile nightly $(HOSTILE)/test_fuzz.py)
 
 unit: .venv/.installed-dev ## the unit tests that are quick: a minute; two processes, unless there are ARGS

@@ -171,6 +171,7 @@ def assert_answers_everything(
         handle.assert_idle()
 
 
+@pytest.mark.nightly
 def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
     assert_answers_everything(environment, tiny_model_path)
 

@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -233,17 +233,26 @@ def rank(handle: LauncherHandle, number: int) -> psutil.Process:
     return found
 
 
-def test_all_ranks_are_replaced_when_one_is_killed_or_stopped() -> None:
+@pytest.mark.parametrize(
+    ("victim", "end"),
+    [
+        (1, psutil.Process.kill),
+        pytest.param(0, psutil.Process.suspend, marks=pytest.mark.nightly),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_all_ranks_are_replaced_when_one_is_killed_or_stopped(
+    victim: int, end: Callable[[psutil.Process], None]
+) -> None:
     with running(None, *FLAGS, "--num-shard", "2", "--step-deadline", "2") as handle:
         alone = expected(handle)
-        for victim, end in ((1, psutil.Process.kill), (0, psutil.Process.suspend)):
-            both = [rank(handle, number) for number in range(2)]
-            with ready_again(handle):
-                with clients(handle) as asked:
-                    end(both[victim])
-                assert [ids(one.result()[0]) for one in asked] == alone
-            assert not any(process.is_running() for process in both)
-        assert "all shards are replaced (2 of 5 in 10 minutes)" in handle.log
+        both = [rank(handle, number) for number in range(2)]
+        with ready_again(handle):
+            with clients(handle) as asked:
+                end(both[victim])
+            assert [ids(one.result()[0]) for one in asked] == alone
+        assert not any(process.is_running() for process in both)
+        assert "all shards are replaced (1 of 5 in 10 minutes)" in handle.log
 
 
 def test_a_stop_while_a_shard_is_replaced(launch: Launch) -> None:

@@ -226,7 +226,7 @@ KILLED_OR_STOPPED = (
 
 
 PHASES = *STARTING, *SERVING, "in a sum"
-USUAL = "loading", "decode", "in a sum"
+USUAL = "decode", "in a sum"
 
 
 @pytest.mark.parametrize(

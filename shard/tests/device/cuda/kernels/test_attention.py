@@ -12,6 +12,7 @@ from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
+from integration_tests.marks import at_night
 from shard.tests import interpreted
 from shard.tests.device.test_attention import NO_ANGLES, attention_on, make_batch, to_device
 from shard.tests.driver import Driver, load_engine, reference_device
@@ -141,7 +142,7 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3-one-kv-head", "granite", "smollm3-sliding"])
+@pytest.mark.parametrize("family", ["granite", *at_night("qwen3-one-kv-head", "smollm3-sliding")])
 def test_a_model_says_what_it_says_by_the_reference(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
