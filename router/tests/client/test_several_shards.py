@@ -218,6 +218,7 @@ async def test_an_end_is_noticed_without_a_call(tmp_path: Path) -> None:
         await asyncio.wait_for(gone, 5)
 
 
+@pytest.mark.slow
 async def test_a_channel_that_was_not_used_is_connected_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ async def test_outputs_say_how_they_want_to_be_sent(server: Server) -> None:
     assert response.content[length:] == elements("hé!".encode())
 
 
+@pytest.mark.slow
 async def test_without_parameters_of_ours_tokens_are_drawn_as_by_generate(server: Server) -> None:
     for parameters in ({"binary_data_output": False}, None):
         body = {"inputs": [tensor("n")], "parameters": parameters}
