@@ -17,7 +17,7 @@ QUICK := "not gpu and not slow"
 # Two targets beside each other, all of whose lines come when they have ended; fails if one does.
 BESIDE := --jobs 2 --keep-going --output-sync=target --no-print-directory
 # Integration tests that run most of what the unit tests do not: how processes start, fail and end.
-COVERED := $(patsubst %,integration_tests/test_%.py,bad_input bad_models generate grammar lifecycle offline probes traces)
+COVERED := $(patsubst %,integration_tests/test_%.py,bad_input bad_models generate grammar lifecycle offline offline_batch probes shards traces)
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
 GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
