@@ -151,7 +151,7 @@ def test_deterministic_shards_have_the_same_bits(tiny_model_path: Path, count: i
     assert_alike(found, expected, None)
 
 
-@pytest.mark.parametrize("quantize", ["int4", *at_night("int8")])
+@pytest.mark.parametrize("quantize", at_night("int8", "int4"))
 def test_quantised_shards_answer_as_one(tiny_model_path: Path, quantize: str) -> None:
     expected, found = answers_of(tiny_model_path, (2,), "--quantize", quantize)
     for name in ("greedy", "again"):

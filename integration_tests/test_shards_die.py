@@ -281,6 +281,7 @@ def test_another_token_is_noticed_in_its_step(
     handle.stop()
 
 
+@pytest.mark.nightly
 def test_two_servers_end_in_order_under_load(launch: Launch, tiny_model_path: Path) -> None:
     handles = [launch(tiny_model_path, *FLAGS) for _ in range(2)]
     for handle in handles:
