@@ -108,7 +108,7 @@ class Gauge(_Metric):
     def __init__(self, description: str, kind: str = "gauge") -> None:
         super().__init__(description)
         self.kind = kind
-        self.read: Callable[[], float] = int
+        self.read: Callable[[], float] = lambda: 0
         """Returns the present number; called when the page is rendered."""
 
     @property

@@ -144,8 +144,11 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         if engine.world.size > 1:
             assert on_final is not None, "several ranks need on_final"
             self._messages = NumberedMessages(
-                *(device_thread, engine.world.collectives, config.starting_deadline_s),
-                *(partial(self._batch.clear, None), on_final),
+                device_thread,
+                collectives=engine.world.collectives,
+                deadline_s=config.starting_deadline_s,
+                on_gap=partial(self._batch.clear, None),
+                on_final=on_final,
             )
         # Rank 0 follows the grammars and broadcasts the tokens it chose.
         self._follows_grammars = engine.world.rank == 0

@@ -157,6 +157,20 @@ async def test_those_that_are_lost_at_once_have_followers(
     assert isinstance(first, GenerationError) or first.is_closed
 
 
+async def test_health_checks_that_fail_at_once_leave_a_warm_up_its_time(place: Place) -> None:
+    async def warms_up(method: str) -> None:
+        if method == "health":
+            raise GenerationError("Server error", "busy")
+        if method == "warmup":
+            await asyncio.sleep(1.5 * reconnect.PATIENCE_S)
+
+    place.found = [shards := FakeShards(hook=warms_up)]
+    again = place.again()
+    place.listen()
+    async with asyncio.timeout(1):
+        assert await again is shards
+
+
 async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     hanging, second = FakeShards(hook=hangs), FakeShards()
     reconnect.PATIENCE_S = 100.0

@@ -96,7 +96,7 @@ class Batcher:
         self._entry_ids = count()
         self._batch_ids = count()
         self.planner = Planner(limits)
-        """Queue, rows and blocks; nobody else changes them."""
+        """Queue, rows and blocks; only the Batcher changes them."""
         # The shards' receipt for the rows that exist; None when there are none.
         self._batch: CachedBatch | None = None
         # A step that is done and recorded, but not delivered.

@@ -343,8 +343,8 @@ class WatchedShards:
 
 
 async def silence_of(shards: Shards, num_questions: int) -> str:
-    """Asks for their health up to so many times. Returns the last error if there is no answer, or
-    else an empty string."""
+    """The last error, if none of up to `num_questions` health checks is answered; else an empty
+    string."""
     why = ""
     for _ in range(num_questions):
         try:

@@ -16,8 +16,14 @@ pytestmark = pytest.mark.slow
 PIECES = (4096, 37)
 # Biases, windows, layers without rotation, fused projections, multipliers, several files.
 BY_DAY = (
-    *("llama3", "llama-bias", "llama-yarn", "llama-sharded", "qwen3", "smollm3-sliding"),
-    *("phi3-longrope", "granite"),
+    "llama3",
+    "llama-bias",
+    "llama-yarn",
+    "llama-sharded",
+    "qwen3",
+    "smollm3-sliding",
+    "phi3-longrope",
+    "granite",
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -117,9 +117,12 @@ def forward_batch(
     lens = _rope_lens(table, length_rule, rows, positions)
     input_ids, places, slots, context_lens, indices, rope_lens = upload(
         [
-            *(table.token_ids[rows, positions].astype(np.int64), positions),
-            *(table.slots(rows, positions), scheduled.ends),
-            *(wanted, _NONE if lens is None else lens),
+            table.token_ids[rows, positions].astype(np.int64),
+            positions,
+            table.slots(rows, positions),
+            scheduled.ends,
+            wanted,
+            _NONE if lens is None else lens,
         ]
     )
     if tables is None:

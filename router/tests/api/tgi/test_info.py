@@ -48,7 +48,7 @@ def test_each_feature_says_why_it_is_off(
     ("options", "is_warned"),
     [
         ({}, False),
-        # What the launcher passes on when nobody has chosen.
+        # What the launcher passes on without a choice.
         ({"waiting_served_ratio": 0.3}, False),
         ({"waiting_served_ratio": 2.0}, True),
         ({"max_waiting_tokens": 3}, True),

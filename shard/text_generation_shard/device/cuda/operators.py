@@ -150,7 +150,8 @@ def gate(activation: base.Activation, both: Tensor) -> Tensor:
     launch(
         pointwise.gate,
         (len(both), -(-size // tile)),
-        *(both, out),
+        both,
+        out,
         SIZE=size,
         TILE=tile,
         ACTIVATION=activation.value,
