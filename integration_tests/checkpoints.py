@@ -231,7 +231,7 @@ def write_checkpoint(family: str, directory: Path, **overrides: Any) -> Path:
     entry = FAMILIES[family]
     directory.mkdir(parents=True, exist_ok=True)
     _write_model(entry, directory, overrides)
-    _write_tokenizer(entry, directory)
+    write_tokenizer(directory, entry.adds_bos)
     path = directory / "config.json"
     config = json.loads(path.read_text()) | entry.raw_fields
     for name in entry.without:
@@ -271,7 +271,8 @@ def _write_model(family: Family, directory: Path, overrides: Mapping[str, Any]) 
     model.save_pretrained(directory, max_shard_size=family.max_shard_size)
 
 
-def _write_tokenizer(family: Family, directory: Path) -> None:
+def write_tokenizer(directory: Path, adds_bos: bool = False) -> None:
+    """Write a tokenizer of VOCAB_SIZE tokens with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -284,7 +285,7 @@ def _write_tokenizer(family: Family, directory: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TOKENIZER_TEXT], trainer)
-    if family.adds_bos:
+    if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{SPECIAL_TOKENS[0]} $A", special_tokens=[(SPECIAL_TOKENS[0], 0)]
         )
