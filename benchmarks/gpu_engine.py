@@ -15,7 +15,7 @@ from gpu_limits import weights_of
 from gpu_timing import MODELS, TINY_MODELS, Bench, Limits, Model
 from make_checkpoint import Shape, config_of, write_tokenizer
 from text_generation_process.sampling import Sampling
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
@@ -152,7 +152,7 @@ def load(
     """An engine that is not warm yet; `write_files` has been called with the directory. graphs: see
     `open_for`."""
     device = open_for(bench, dtype, graphs)
-    config = ModelConfig.from_hf(directory)
+    config = LlamaConfig.from_hf(directory)
     parameters = RandomParameters(device)
     model = LlamaModel(parameters, World(), config)
     parameters.load(directory)

@@ -68,10 +68,17 @@ MODEL = (
         "store keys and values in 8 bits, without scales, instead of the type of --dtype (CUDA)",
         choice("fp8_e4m3fn", "fp8_e5m2"),
     ),
-    without_effect(
+    shard_option(
+        "model-impl",
+        "native: this server's own code, for the architectures that it knows; transformers: the "
+        "modules of transformers, over this server's cache and batches; auto (the default): "
+        "native where that is possible",
+        choice("auto", "native", "transformers"),
+    ),
+    shard_option(
         "trust-remote-code",
-        "pytgi never runs code from a model repository, and serves models whose architecture is "
-        "built in",
+        "let transformers run the Python files of the model's folder, if its architecture needs "
+        "them",
         switch=True,
     ),
     refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
@@ -155,7 +162,7 @@ SHARDS = (
     ),
     without_effect(
         "disable-custom-kernels",
-        "pytgi computes every model with its own kernels, and has no other implementation",
+        "pytgi computes every model with its own kernels",
         switch=True,
     ),
     shard_option(

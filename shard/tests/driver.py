@@ -22,9 +22,10 @@ from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar, compile_tried, try_text
 from text_generation_shard.grammars.tokenizer import GrammarError
+from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_engine as load
-from text_generation_shard.server import load_on, read_config
+from text_generation_shard.server import load_on
 
 from shard.tests.stream_device import stream_over
 

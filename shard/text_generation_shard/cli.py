@@ -78,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--quantize", choices=["int8", "int4", "fp8"])
     serve.add_argument("--kv-cache-dtype", choices=["fp8_e4m3fn", "fp8_e5m2"])
     serve.add_argument("--device", choices=["cpu", "cuda"])
+    implementations = ["auto", "native", "transformers"]
+    serve.add_argument("--model-impl", choices=implementations, default=ShardConfig.model_impl)
+    serve.add_argument("--trust-remote-code", action="store_true")
     serve.add_argument("--rope-scaling", choices=["linear", "dynamic"])
     serve.add_argument("--rope-factor", type=float)
     serve.add_argument(

@@ -32,6 +32,10 @@ class ShardConfig:
     kv_cache_dtype: str | None = None
     # cpu or cuda; None: cuda if there is a GPU.
     device: str | None = None
+    # native: our own code; transformers: its modules; auto: our own code if it computes the model.
+    model_impl: str = "auto"
+    # Whether code from the checkpoint's folder may run.
+    trust_remote_code: bool = False
     # Overrides the checkpoint's rope scaling: linear or dynamic.
     rope_scaling: str | None = None
     # Factor of `rope_scaling`.

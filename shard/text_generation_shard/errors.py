@@ -6,6 +6,10 @@ class ModelError(ValueError):
     do."""
 
 
+class UnsupportedError(ModelError):
+    """The native implementation does not compute this model; another one may."""
+
+
 class BatchError(ValueError):
     """A call names an unknown batch or request, or exceeds what the shard has."""
 

@@ -17,13 +17,12 @@ import uvloop
 from text_generation_process.tracing import check_tracing
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
-from text_generation_shard.models.registry import load_model
+from text_generation_shard.models.registry import Chosen, load_model, read_config
 from text_generation_shard.parallel import World
 from text_generation_shard.rendezvous import Rendezvous
 from text_generation_shard.sampling.table import Watermark
@@ -142,10 +141,10 @@ def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None"
 def load_engine(config: ShardConfig) -> Engine:
     """The model on the configured device, with the other ranks if there are several. ModelError:
     why it can not be served."""
-    model_config = read_config(config)
+    chosen = read_config(config)
     options = DeviceOptions(
         dtype=config.dtype,
-        checkpoint_dtype=model_config.dtype,
+        checkpoint_dtype=chosen.config.dtype,
         quantize=config.quantize,
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
@@ -156,24 +155,24 @@ def load_engine(config: ShardConfig) -> Engine:
     )
     device = open_device(config.device, options)
     if config.world_size == 1:
-        return load_on(device, config, model_config, World())
-    return _load_together(device, config, model_config)
+        return load_on(device, config, chosen, World())
+    return _load_together(device, config, chosen)
 
 
-def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> Engine:
+def _load_together(device: Device, config: ShardConfig, chosen: Chosen) -> Engine:
     """Load together with the other ranks; returns when all have loaded. A failure of this rank is
     reported to the others. RankError: another rank has failed."""
     rendezvous = Rendezvous.join(config)
     try:
         # The largest exchange: longer tensors are split.
-        slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * model_config.hidden_size)
+        slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * chosen.config.hidden_size)
         collectives = device.collectives(rendezvous, slot_bytes)
         logger.info(
             "shard %d of %d: all shards are connected by %s",
             *(config.rank, config.world_size, collectives.name),
         )
         world = World(config.rank, config.world_size, collectives)
-        engine = load_on(device, config, model_config, world)
+        engine = load_on(device, config, chosen, world)
         logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
         rendezvous.all_here("all have loaded")
     except RankError:
@@ -186,16 +185,11 @@ def _load_together(device: Device, config: ShardConfig, model_config: ModelConfi
     return engine
 
 
-def load_on(device: Device, config: ShardConfig, model_config: ModelConfig, world: World) -> Engine:
+def load_on(device: Device, config: ShardConfig, chosen: Chosen, world: World) -> Engine:
     """The model on an open device."""
-    model, nbytes = load_model(config.model_path, model_config, device, world, config.quantize)
+    model, nbytes = load_model(config.model_path, chosen, device, world, config.quantize)
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     return Engine(device, model, nbytes, watermark, world)
-
-
-def read_config(config: ShardConfig) -> ModelConfig:
-    """The configuration of the model; ModelError if it can not be served."""
-    return ModelConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
 
 
 def _check_path(path: str) -> None:

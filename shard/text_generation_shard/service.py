@@ -211,7 +211,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             rank=self._config.rank,
             world_size=self._config.world_size,
             recompute_at=model.recompute_at,
-            prompt_scaled_at=model.rotary.prompt_scaled_at,
+            prompt_scaled_at=model.prompt_scaled_at,
             spares_core=device.spares_core,
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,

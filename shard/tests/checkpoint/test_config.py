@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.fields import read_vocabulary
 from text_generation_shard.checkpoint.weights import has_own_head
 from text_generation_shard.config import ShardConfig
@@ -70,7 +70,7 @@ def test_a_wrong_field_works_or_is_named(family: str, file: str, tmp_path: Path)
         for value in WRONG:
             path.write_text(json.dumps(set_in(given, place, value)))
             try:
-                ModelConfig.from_hf(path.parent)
+                LlamaConfig.from_hf(path.parent)
             except ModelError as error:
                 sentence = str(error)
                 assert "\n" not in sentence, (place, value)
@@ -112,7 +112,7 @@ def test_a_model_that_can_not_be_served_is_named(
     fields: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=sentence):
-        ModelConfig.from_hf(write(tmp_path, **fields))
+        LlamaConfig.from_hf(write(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_model_that_can_not_be_served_is_named(
 def test_a_scaled_rope_has_a_longer_context(
     rope: dict[str, Any], context: int, tmp_path: Path
 ) -> None:
-    assert ModelConfig.from_hf(write(tmp_path, rope_scaling=rope)).max_position == context
+    assert LlamaConfig.from_hf(write(tmp_path, rope_scaling=rope)).max_position == context
 
 
 def test_ignored_fields_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,12 +140,12 @@ def test_ignored_fields_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "logits_scaling": 2.0,
     }
     with caplog.at_level(logging.WARNING):
-        config = ModelConfig.from_hf(write(tmp_path, **fields))
+        config = LlamaConfig.from_hf(write(tmp_path, **fields))
     assert (config.rope.theta, config.logits_divisor) == (10000.0, 1.0)
     assert "`rope_theta` is 10000, not 1000000.0" in caplog.text
     assert "`logits_scaling` in" in caplog.text
     caplog.clear()
-    ModelConfig.from_hf(write(tmp_path, partial_rotary_factor=0.5))
+    LlamaConfig.from_hf(write(tmp_path, partial_rotary_factor=0.5))
     assert "`partial_rotary_factor` in" in caplog.text
 
 
@@ -179,16 +179,16 @@ def test_a_text_ends_at_the_end_tokens_of_all_files(
         "tokenizer_config.json": {"eos_token": of_tokenizer},
     }.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert ModelConfig.from_hf(tmp_path).eos_token_ids == expected
+    assert LlamaConfig.from_hf(tmp_path).eos_token_ids == expected
 
 
 def test_without_a_tokenizer_the_config_decides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ModelConfig.from_hf(write(tmp_path, eos_token_id=[3]))
+    config = LlamaConfig.from_hf(write(tmp_path, eos_token_id=[3]))
     assert (config.eos_token_ids, config.unused_ids) == ((3,), ())
     assert not caplog.text
-    ModelConfig.from_hf(write(tmp_path))
+    LlamaConfig.from_hf(write(tmp_path))
     assert "no file names an end token" in caplog.text
 
 

@@ -174,9 +174,9 @@ def test_a_half_written_conversion_is_never_used(tmp_path: Path) -> None:
     directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
     (directory / "model.safetensors.partial").write_bytes(b"x" * 100_000)
     with pytest.raises(ModelError, match="is a pickle"):
-        from text_generation_shard.checkpoint.weights import _weight_files
+        from text_generation_shard.checkpoint.weights import weight_files
 
-        _weight_files(directory)
+        weight_files(directory)
     resolve_model(str(directory))
     assert same(load_file(directory / "model.safetensors"), WEIGHTS)
     assert not (directory / "model.safetensors.partial").exists()

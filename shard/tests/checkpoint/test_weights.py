@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
@@ -20,7 +20,7 @@ from text_generation_shard.device.cuda.device import dtype_of
 from text_generation_shard.device.cuda.staging import StagedCopies
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.registry import load_model
+from text_generation_shard.models.registry import Chosen, load_model
 from text_generation_shard.parallel import World
 from torch import Tensor
 
@@ -196,9 +196,9 @@ class FullDevice(StagingDevice):
 
 def test_no_room_in_a_thread_is_a_sentence(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama-bias")
-    config = ModelConfig.from_hf(path)
+    chosen = Chosen(LlamaConfig.from_hf(path), "")
     with pytest.raises(ModelError, match="the weights do not fit into the memory of the GPU"):
-        load_model(path, config, reference_device(FullDevice), World(), None)
+        load_model(path, chosen, reference_device(FullDevice), World(), None)
 
 
 def test_the_first_copys_error_is_raised_however_late_it_comes() -> None:

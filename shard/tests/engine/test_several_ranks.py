@@ -14,8 +14,9 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import Costs
 from text_generation_shard.errors import RankError
+from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
-from text_generation_shard.server import load_on, read_config
+from text_generation_shard.server import load_on
 from text_generation_shard.service import ShardService
 
 from shard.tests.driver import reference_device

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.families import FAMILIES
 from text_generation_shard.checkpoint.partition import partition_of
 from text_generation_shard.errors import ModelError
@@ -57,7 +57,7 @@ def test_a_split_is_refused_or_right(tmp_path: Path) -> None:
         path = tmp_path / f"{name} {heads} {head_dim}"
         fields |= {"head_dim": head_dim, "hidden_size": 120, "num_hidden_layers": 2}
         write_checkpoint(name, path, **fields)
-        config = ModelConfig.from_hf(path)
+        config = LlamaConfig.from_hf(path)
         architectures.add(config.architecture)
         sizes = [size for size in SIZES if can_be(*heads, size)]
         for size in set(SIZES) - set(sizes):

@@ -128,7 +128,7 @@ def test_memory_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
     _, peak = peak_of(lambda: driver.add([last], advance))
     limits = limits_of(PROMPT, ROWS)
     shape = warmup.CacheShape(3, 2, 16, engine.block_size, torch.float32)
-    reserved = warmup.activation_bytes(engine.model.config, torch.float32, limits)
+    reserved = warmup.activation_bytes(engine.model, torch.float32, limits)
     reserved += engine.model.attention.workspace_bytes(shape)
     assert peak < reserved
     assert peak > reserved / 10, "what is set aside is not far from what is needed"

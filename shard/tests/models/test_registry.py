@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from text_generation_proto import pb
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.errors import ModelError
 
 from integration_tests.checkpoints import write_checkpoint
@@ -63,14 +63,14 @@ def test_a_head_that_is_only_missing_is_an_error(tmp_path: Path) -> None:
 def test_a_reranker_is_told_by_its_config(tmp_path: Path) -> None:
     path = write_checkpoint("qwen3", tmp_path / "model")
     change(path, architectures=["Qwen3ForSequenceClassification"])
-    with pytest.raises(ModelError, match="Qwen3ForSequenceClassification is not supported"):
-        ModelConfig.from_hf(path)
+    with pytest.raises(ModelError, match="Qwen3ForSequenceClassification is not built in"):
+        LlamaConfig.from_hf(path)
     change(path, classifier_from_token=["no", "yes"])
-    assert ModelConfig.from_hf(path).architecture == "Qwen3ForCausalLM"
+    assert LlamaConfig.from_hf(path).architecture == "Qwen3ForCausalLM"
 
 
 def test_tokens_that_see_what_follows_are_refused(tmp_path: Path) -> None:
     path = write_checkpoint("qwen2", tmp_path / "model")
     change(path, is_causal=False)
     with pytest.raises(ModelError, match="is_causal is false"):
-        ModelConfig.from_hf(path)
+        LlamaConfig.from_hf(path)

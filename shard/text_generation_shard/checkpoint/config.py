@@ -15,24 +15,45 @@ from text_generation_shard.checkpoint.fields import (
     read_vocabulary,
 )
 from text_generation_shard.checkpoint.rope import RopeConfig, read_rope
-from text_generation_shard.device.base import DecoderSizes
-from text_generation_shard.errors import ModelError
+from text_generation_shard.device.base import Activation
+from text_generation_shard.device.decoder import DecoderSizes
+from text_generation_shard.errors import ModelError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
 # More would take minutes to build, before the weights show that they are missing.
 _MOST_LAYERS = 10_000
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig(DecoderSizes):
-    """All differences between the supported families, as data."""
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the engine must know of a model of any architecture."""
 
     architecture: str
-    num_layers: int
-    hidden_act: str
+    vocab_size: int
+    hidden_size: int
     # The longest text, also of a scaled rope.
     max_position: int
+    eos_token_ids: tuple[int, ...]
+    # Ids that are never chosen, since the tokenizer has no tokens for them: padding.
+    unused_ids: tuple[int, ...]
+    # Number type the checkpoint was saved in.
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LlamaConfig(ModelConfig, DecoderSizes):
+    """All differences between the families with Llama's architecture, as data."""
+
+    num_layers: int
+    activation: Activation
     rope: RopeConfig
     # Per layer: whether it rotates, and its attention window (None: the whole context).
     layer_uses_rope: tuple[bool, ...]
@@ -45,21 +66,14 @@ class ModelConfig(DecoderSizes):
     qk_norm: bool
     # The checkpoint stores q, k, v (and gate, up) as one matrix.
     fused_projections: bool
-    eos_token_ids: tuple[int, ...]
-    # Ids that are never chosen, since the tokenizer has no tokens for them: padding.
-    unused_ids: tuple[int, ...]
-    # Number type the checkpoint was saved in.
-    dtype: str
 
     @classmethod
     def from_hf(
         cls, directory: Path, rope_scaling: str | None = None, rope_factor: float | None = None
-    ) -> "ModelConfig":
+    ) -> "LlamaConfig":
         """Read config.json and generation_config.json; ModelError, which names the field, if it can
         not be served."""
-        path = directory / "config.json"
-        fields = Fields(read_json(path), str(path))
-        _check_unquantized(fields)
+        fields = read_fields(directory)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
         # Missing fields have the family's defaults in transformers.
@@ -67,28 +81,37 @@ class ModelConfig(DecoderSizes):
         return _from_fields(cls, fields, architecture, directory, rope_scaling, rope_factor)
 
 
-def _check_unquantized(fields: Fields) -> None:
+def read_fields(directory: Path) -> Fields:
+    """The fields of config.json; ModelError if they are those of no model that can be served."""
+    path = directory / "config.json"
+    fields = Fields(read_json(path), str(path))
     if settings := fields.values.get("quantization_config"):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise ModelError(
             f"the checkpoint is quantized ({method}), as `quantization_config` in {fields.where} "
             "says, which is not supported yet; use the unquantized checkpoint"
         )
-
-
-def _architecture(fields: Fields) -> str:
     if not fields.find("model_type"):
         raise ModelError(
             f"{fields.where} has no `model_type`; it must be a Hugging Face transformers checkpoint"
         )
+    if fields.values.get("is_causal") is False:
+        raise ModelError(
+            f"this {fields.values['model_type']} has bidirectional attention (is_causal is false "
+            "in config.json); only models with causal attention are supported"
+        )
+    return fields
+
+
+def _architecture(fields: Fields) -> str:
     model_type = fields.text("model_type")
     architectures = fields.items("architectures", str, 0) if fields.find("architectures") else []
     matches = [key for key, family in FAMILIES.items() if family.model_type == model_type]
     name = next(iter([*architectures, *matches]), f"model_type {model_type}")
     name = _with_head(name, fields.values)
     if name not in FAMILIES:
-        raise ModelError(
-            f"the architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
+        raise UnsupportedError(
+            f"the architecture {name} is not built in; built in are {', '.join(FAMILIES)}"
         )
     return name
 
@@ -96,11 +119,6 @@ def _architecture(fields: Fields) -> str:
 def _with_head(name: str, raw: Mapping[str, Any]) -> str:
     """The architecture with a head for this one: for models without a head, and for rerankers that
     classify by the scores of some tokens."""
-    if raw.get("is_causal") is False:
-        raise ModelError(
-            f"this {name} has bidirectional attention (is_causal is false in config.json); only "
-            "models with causal attention are supported"
-        )
     for suffix in ("Model", "ForSequenceClassification"):
         causal = name.removesuffix(suffix) + "ForCausalLM"
         is_ours = suffix == "Model" or raw.get("classifier_from_token")
@@ -110,13 +128,13 @@ def _with_head(name: str, raw: Mapping[str, Any]) -> str:
 
 
 def _from_fields(
-    cls: type[ModelConfig],
+    cls: type[LlamaConfig],
     fields: Fields,
     architecture: str,
     directory: Path,
     rope_scaling: str | None,
     rope_factor: float | None,
-) -> ModelConfig:
+) -> LlamaConfig:
     family = FAMILIES[architecture]
     num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(fields)
@@ -124,12 +142,10 @@ def _from_fields(
     rope = read_rope(fields, family, head_dim, rope_scaling, rope_factor)
     attention_bias = fields.flag("attention_bias")
     factors = _multipliers(fields, family)
-    vocab_size, vocabulary = fields.size("vocab_size"), read_vocabulary(directory)
-    end_ids = _eos_token_ids(fields, directory, vocabulary.end_id)
-    used = vocabulary.ids or range(vocab_size)
+    end_ids, unused_ids = token_ids(fields, directory)
     return cls(
         architecture=architecture,
-        vocab_size=vocab_size,
+        vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_layers=num_layers,
@@ -137,7 +153,7 @@ def _from_fields(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps"),
-        hidden_act=fields.text("hidden_act") if "hidden_act" in fields.values else "silu",
+        activation=_activation(fields),
         max_position=rope.context,
         rope=rope,
         layer_uses_rope=uses_rope,
@@ -153,8 +169,8 @@ def _from_fields(
         residual_multiplier=factors.get("residual_multiplier", 1.0),
         logits_divisor=factors.get("logits_scaling", 1.0),
         eos_token_ids=end_ids,
-        unused_ids=tuple(sorted({*range(vocab_size)} - {*used, *end_ids})),
-        dtype=_dtype(fields),
+        unused_ids=unused_ids,
+        dtype=checkpoint_dtype(fields),
     )
 
 
@@ -182,7 +198,16 @@ def _multipliers(fields: Fields, family: Family) -> dict[str, float]:
     return {}
 
 
-def _dtype(fields: Fields) -> str:
+def _activation(fields: Fields) -> Activation:
+    name = fields.text("hidden_act") if "hidden_act" in fields.values else "silu"
+    if name not in _ACTIVATIONS:
+        expected = f"one of {', '.join(_ACTIVATIONS)}"
+        raise UnsupportedError(str(fields.wrong("hidden_act", expected)))
+    return _ACTIVATIONS[name]
+
+
+def checkpoint_dtype(fields: Fields) -> str:
+    """The number type that the checkpoint was saved in."""
     name = fields.find("dtype", "torch_dtype")
     return fields.text(name).removeprefix("torch.") if name else "float32"
 
@@ -216,6 +241,14 @@ def _layer_windows(
     else:
         slides = [True] * num_layers
     return tuple(window if slide else None for slide in slides)
+
+
+def token_ids(fields: Fields, directory: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The end tokens, and the ids that are never chosen."""
+    vocabulary, size = read_vocabulary(directory), fields.size("vocab_size")
+    end_ids = _eos_token_ids(fields, directory, vocabulary.end_id)
+    used = vocabulary.ids or range(size)
+    return end_ids, tuple(sorted({*range(size)} - {*used, *end_ids}))
 
 
 def _eos_token_ids(fields: Fields, directory: Path, of_tokenizer: int | None) -> tuple[int, ...]:

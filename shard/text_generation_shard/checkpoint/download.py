@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_NAME = "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 HUB_TIMEOUT_S = 10.0  # as huggingface_hub's own for a download
 PROGRESS_S = 3.0  # often enough to show that it goes on
 _STALE_S = 600.0  # a download that lives writes at least every HUB_TIMEOUT_S

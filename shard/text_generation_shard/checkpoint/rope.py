@@ -9,7 +9,7 @@ from text_generation_process.defaults import ROPE_FACTOR
 
 from text_generation_shard.checkpoint.families import Family
 from text_generation_shard.checkpoint.fields import LARGEST_POSITION, Fields
-from text_generation_shard.errors import ModelError
+from text_generation_shard.errors import ModelError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ def _kind(given: Fields, family: Family) -> str:
     kind = "default" if name is None else given.text(name)
     kind = {"su": "longrope", **family.rope_kinds}.get(kind, kind)
     if kind not in _NUMBERS:
-        raise given.wrong(name or "rope_type", f"one of {', '.join(_NUMBERS)}")
+        known = ", ".join(_NUMBERS)
+        raise UnsupportedError(str(given.wrong(name or "rope_type", f"one of {known}")))
     return kind
 
 

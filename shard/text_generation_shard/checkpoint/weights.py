@@ -139,7 +139,7 @@ class Parameters:
 
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
-        files = _weight_files(directory)
+        files = weight_files(directory)
         kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
         self.device.check_room(self._least_bytes(), kind)
         total = len(self._stacks)
@@ -241,7 +241,7 @@ class Parameters:
         return name in self._ignored or name.endswith("rotary_emb.inv_freq")
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     names = weight_names(str(directory), existing(directory), directory)
     if are_pickled(names):
         raise ModelError(
@@ -275,7 +275,7 @@ def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor |
 def is_headless(directory: Path) -> bool:
     """Whether the checkpoint has no head, like those of embedding models; ModelError if a file is
     not readable."""
-    names = {name for path in _weight_files(directory) for name, _ in _tensors(path, ())}
+    names = {name for path in weight_files(directory) for name, _ in _tensors(path, ())}
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
@@ -285,7 +285,7 @@ def has_own_head(directory: Path) -> bool:
     names = "lm_head.weight", "model.embed_tokens.weight"
     found = {
         name: torch.split(tensor, _COMPARED_ROWS)
-        for path in _weight_files(directory)
+        for path in weight_files(directory)
         for name, tensor in _tensors(path, names)
         if tensor is not None
     }

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
-from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
-from text_generation_shard.parallel import Collectives, World
+from text_generation_shard.device.forward import Attention, ForwardBatch, Scoring
+from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
@@ -110,81 +110,14 @@ class WeightCopies(Protocol):
         it: now, in a later call, or after the last copy."""
 
 
-class LayerWeights(NamedTuple):
-    """One layer of `DecoderWeights`. Norms are [size] in float32; a missing bias is None."""
-
-    attention_norm: Tensor
-    # Queries, keys and values, stacked.
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    # Norms of each query and key head; None: heads are not normalized.
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    out: Matrix
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-    down_bias: Tensor | None
-    # Whether queries and keys are rotated, and how many tokens a query sees (None: all).
-    uses_rope: bool
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSizes:
-    """Dimensions of a model with Llama's architecture."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    attention_scale: float
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_divisor: float
-
-
-class RankSizes(NamedTuple):
-    """One rank's share of a model's `DecoderSizes`."""
-
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    # This rank's part of the vocabulary, padded to equal parts: first token and number of tokens.
-    first_token: int
-    num_tokens: int
-
-
-class DecoderWeights(NamedTuple):
-    """All weights of a model with Llama's architecture, for devices that compute it as one program.
-    With several ranks, each holds its part."""
-
-    sizes: DecoderSizes
-    own: RankSizes
-    world: World
-    embedding: EmbeddingTable
-    layers: Sequence[LayerWeights]
-    norm: Tensor
-    head: Matrix
-
-
 class Model(Protocol):
     """A loaded model."""
 
     attention: Attention
 
     @property
-    def length_rule(self) -> str | None:
-        """Name of the length that selects a token's rope frequencies; None: one table serves all
-        lengths."""
-
-    @property
-    def recompute_at(self) -> int | None:
-        """Length beyond which a row must be recomputed; None: never."""
+    def is_recordable(self) -> bool:
+        """Whether a pass may be recorded, and replayed with other inputs of the same shape."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Last hidden states [T, hidden_size]; writes keys and values to the cache."""
@@ -192,18 +125,9 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
 
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, hidden_size] after the final norm, from which the head computes
-        scores."""
-
-    def angles(self, batch: ForwardBatch) -> Angles:
-        """Rotation angles of the tokens of a pass."""
-
-    def angle_table(self, end: int) -> Tensor:
-        """`Angles.table` for the positions below `end`; only if `length_rule` is None."""
-
-    def weights(self) -> DecoderWeights | None:
-        """The weights of this rank; None: the model has another architecture."""
+    def prepare_recording(self, longest: int) -> None:
+        """Make all memory that a recorded pass with positions below `longest` reads, in its final
+        place. Only if `is_recordable`."""
 
 
 class Rows(Protocol):
@@ -390,9 +314,16 @@ class Device(Protocol):
         weight [size] is float32; all are contiguous."""
 
     def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        scorings: Sequence[Scoring | None] = (),
     ) -> Attention:
-        """The best attention for this head shape; queries are multiplied by `scale`."""
+        """The best attention for this head shape; queries are multiplied by `scale`. scorings: of
+        each layer; empty: none has any. Raises ModelError if the device must be deterministic and
+        this attention is not."""
 
     def runner(self, model: Model) -> Runner:
         """The runner for the steps of a loaded model."""

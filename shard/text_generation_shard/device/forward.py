@@ -50,6 +50,8 @@ class CacheShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    # Of the layers with other heads, which have the same block numbers.
+    others: tuple["CacheShape", ...] = ()
 
     @property
     def dtype_name(self) -> str:
@@ -60,7 +62,16 @@ class CacheShape:
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return per_token * self.block_size
+        return per_token * self.block_size + sum(other.block_bytes for other in self.others)
+
+
+class Scoring(NamedTuple):
+    """How a layer changes its scaled scores before the softmax."""
+
+    # Scores are softcap * tanh(score / softcap); None: as they are.
+    softcap: float | None
+    # [num_heads] a score of each head beside those of its keys, without a value; None: none.
+    sinks: Tensor | None
 
 
 class AttentionPlan(Protocol):

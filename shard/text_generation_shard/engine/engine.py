@@ -26,7 +26,7 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import GrammarMasks
-from text_generation_shard.models.llama import LlamaModel
+from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 
@@ -70,7 +70,7 @@ class Engine:
     def __init__(
         self,
         device: Device,
-        model: LlamaModel,
+        model: LanguageModel,
         weights_bytes: int,
         watermark: Watermark,
         world: World | None = None,
@@ -98,7 +98,9 @@ class Engine:
     def is_deterministic(self) -> bool:
         """Whether a request's tokens are the same, bit for bit, regardless of batch composition,
         chunked prefill and prefix cache."""
-        return self.device.is_deterministic and self.model.attention.is_deterministic
+        model = self.model
+        is_own = model.is_deterministic and model.attention.is_deterministic
+        return self.device.is_deterministic and is_own
 
     @property
     def records_steps(self) -> bool:

@@ -11,7 +11,7 @@ from text_generation_proto import pb
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
-from text_generation_shard.device.base import Model, Rows, ScheduledTokens
+from text_generation_shard.device.base import Rows, ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
     SampledPositions,
@@ -23,6 +23,7 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import PooledPart, PromptLogprobs
 from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
+from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.sampling.sampler import (
     Choice,
     Chosen,
@@ -40,7 +41,7 @@ LOGPROB_ROWS = 256
 class Fixed:
     """What all steps of an engine share."""
 
-    model: Model
+    model: LanguageModel
     table: RowTable
     upload: Upload
     length_rule: str | None

@@ -6,16 +6,21 @@ import torch
 from text_generation_proto import pb
 from torch import Tensor
 
-from text_generation_shard.device.base import Model, ScheduledTokens
+from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import PooledPart
+from text_generation_shard.models.base import LanguageModel
 
 # Hidden states summed at once, which bounds the memory.
 _SUM_ROWS = 256
 
 
 def pool_pass(
-    table: RowTable, model: Model, scheduled: ScheduledTokens, hidden: Tensor, logits: Tensor
+    table: RowTable,
+    model: LanguageModel,
+    scheduled: ScheduledTokens,
+    hidden: Tensor,
+    logits: Tensor,
 ) -> Iterator[tuple[int, PooledPart]]:
     """(row, part) of the inputs of a pass whose requests have a PooledOutput.
 
@@ -42,7 +47,7 @@ def pool_pass(
         num_sampled += sampled
 
 
-def _total(model: Model, hidden: Tensor) -> Tensor:
+def _total(model: LanguageModel, hidden: Tensor) -> Tensor:
     """The sum of hidden states [T, hidden_size] after the last norm, in float64, so that chunked
     prefill hardly changes it."""
     parts = [hidden[at : at + _SUM_ROWS] for at in range(0, len(hidden), _SUM_ROWS)]

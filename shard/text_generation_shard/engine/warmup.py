@@ -11,7 +11,6 @@ from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
-from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import Device, MemoryBudget
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
@@ -19,6 +18,7 @@ from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import ModelError
+from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,13 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
     ModelError, with the numbers, if `limits` do not fit into memory.
     """
     engine.clear()
-    config, device, world = engine.model.config, engine.device, engine.world
-    sizes = config.num_layers, engine.model.num_kv_heads, config.head_dim
-    shape = CacheShape(*sizes, engine.block_size, device.cache_dtype)
+    model, device, world = engine.model, engine.device, engine.world
+    shape = model.cache_shape
     budget = _memory_budget(engine, shape, limits)
     spare = device.num_spare_blocks * shape.block_bytes
     # All ranks use the number of blocks of the rank with the least memory.
     available = max(0, _least(world, budget.cache, device) - spare)
-    num_blocks, max_total = cache_size(shape, limits, available, config.max_position)
+    num_blocks, max_total = cache_size(shape, limits, available, model.config.max_position)
     tokens, rows = limits.max_prefill_tokens, limits.max_batch_size
     engine.use_table(rows, max_total, num_blocks, tokens)
     cache_bytes = _allocate(engine, shape, num_blocks)
@@ -68,7 +67,7 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
         decode_step_ns=costs.full_ns,
         prefill_token_ns=costs.token_ns,
         # With sliding windows the cost stops growing with the context.
-        prefill_context_ns=0 if any(config.layer_windows) else costs.context_ns,
+        prefill_context_ns=0 if model.has_windows else costs.context_ns,
     )
 
 
@@ -87,12 +86,12 @@ def _allocate(engine: Engine, shape: CacheShape, num_blocks: int) -> int:
 
 def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) -> MemoryBudget:
     """The memory for the KV cache, and for the largest step beside it."""
-    config, attention = engine.model.config, engine.model.attention
+    model, attention = engine.model, engine.model.attention
     rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
 
     def run_largest() -> None:
         # Of one request: the size of the cache is not known yet.
-        longest = limits.max_total_tokens or config.max_position
+        longest = limits.max_total_tokens or model.config.max_position
         longest = max(2, min(longest, limits.max_batch_total_tokens or longest))
         try:
             # All rows share one block.
@@ -109,21 +108,18 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) 
             ) from error
 
     workspace = attention.workspace_bytes(shape)
-    estimate = activation_bytes(config, engine.device.dtype, limits) + workspace
+    estimate = activation_bytes(model, engine.device.dtype, limits) + workspace
     return engine.device.free_bytes(estimate, run_largest)
 
 
-def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: pb.WarmupRequest) -> int:
+def activation_bytes(model: LanguageModel, dtype: torch.dtype, limits: pb.WarmupRequest) -> int:
     """Estimated bytes of the largest step in `dtype`, for a device that does not profile it: the
     full prefill budget beside all decoding rows, then sampling for all with all parameters."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # The residual, its norm and the addend; beside them attention or feed-forward.
-    widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
-    passing = tokens * widest * dtype.itemsize
+    passing = tokens * model.widest * dtype.itemsize
     # Prompt log-probabilities hold the scores of some tokens twice during the pass.
-    prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
-    return max(passing + prompts, _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size)
+    prompts = 2 * LOGPROB_ROWS * model.config.vocab_size * 4
+    return max(passing + prompts, _SAMPLING_BYTES * limits.max_batch_size * model.config.vocab_size)
 
 
 def cache_size(

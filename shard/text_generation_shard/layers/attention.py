@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Partition, whole
 from text_generation_shard.checkpoint.weights import Parameters, Sections
 from text_generation_shard.device.forward import Attention, AttentionPlan
@@ -17,7 +17,7 @@ class SelfAttention:
         self,
         parameters: Parameters,
         world: World,
-        config: ModelConfig,
+        config: LlamaConfig,
         own: Partition,
         prefix: str,
         layer: int,

@@ -1,24 +1,12 @@
 """The gated feed-forward block."""
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.checkpoint.weights import Parameters, Sections
-from text_generation_shard.device.base import Activation
-from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.parallel import World
-
-_ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu": Activation.GELU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "relu": Activation.RELU,
-}
 
 
 class GatedMLP:
@@ -29,24 +17,19 @@ class GatedMLP:
         self,
         parameters: Parameters,
         world: World,
-        config: ModelConfig,
+        config: LlamaConfig,
         inner: Share,
         part: int,
         prefix: str,
     ) -> None:
         """part: size of a fixed part, see Partition."""
-        if config.hidden_act not in _ACTIVATIONS:
-            raise ModelError(
-                f"the activation {config.hidden_act} is not supported; supported are "
-                f"{', '.join(_ACTIVATIONS)}"
-            )
         names: Sections = (
             {"gate_up_proj": [inner, inner]}
             if config.fused_projections
             else {"gate_proj": [inner], "up_proj": [inner]}
         )
         outputs = {f"{prefix}.{name}": shares for name, shares in names.items()}
-        bias, gate = config.mlp_bias, _ACTIVATIONS[config.hidden_act]
+        bias, gate = config.mlp_bias, config.activation
         hidden = whole(config.hidden_size)
         self.gate_up = Linear(parameters, world, outputs, hidden, bias, gate=gate)
         down = {f"{prefix}.down_proj": [hidden]}

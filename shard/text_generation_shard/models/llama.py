@@ -1,18 +1,24 @@
-"""Llama and all families of its shape; their differences come from `ModelConfig`."""
+"""Llama and all families of its shape; their differences come from `LlamaConfig`."""
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Partition, partition_of
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device import base
-from text_generation_shard.device.forward import Attention, AttentionPlan, ForwardBatch
+from text_generation_shard.device.decoder import DecoderWeights, LayerWeights, RankSizes
+from text_generation_shard.device.forward import (
+    Attention,
+    AttentionPlan,
+    CacheShape,
+    ForwardBatch,
+)
 from text_generation_shard.layers.attention import SelfAttention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.linear import RMSNorm
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.rotary import RotaryEmbedding
+from text_generation_shard.models.base import Implementation
 from text_generation_shard.parallel import World
 
 
@@ -23,7 +29,7 @@ class Block:
         self,
         parameters: Parameters,
         world: World,
-        config: ModelConfig,
+        config: LlamaConfig,
         own: Partition,
         layer: int,
         attention: Attention,
@@ -48,14 +54,14 @@ class Block:
         normed = self._mlp_norm.add(hidden, attended, self._multiplier)
         return self._mlp(normed)
 
-    def weights(self) -> base.LayerWeights:
+    def weights(self) -> LayerWeights:
         """For devices that compute all layers as one program."""
         attention, mlp = self._attention, self._mlp
         query_norm, key_norm = (
             None if norm is None else norm.weight
             for norm in (attention.query_norm, attention.key_norm)
         )
-        return base.LayerWeights(
+        return LayerWeights(
             self._attention_norm.weight,
             *(attention.qkv.matrix, attention.qkv.bias),
             *(query_norm, key_norm),
@@ -68,11 +74,14 @@ class Block:
 
 
 class LlamaModel:
-    """Token ids to hidden states (`forward`), and these to scores (`logits`); see `Model`."""
+    """Token ids to hidden states (`forward`), and these to scores (`logits`); see
+    `LanguageModel`."""
 
-    def __init__(self, parameters: Parameters, world: World, config: ModelConfig) -> None:
+    is_deterministic = True
+
+    def __init__(self, parameters: Parameters, world: World, config: LlamaConfig) -> None:
         """ModelError if the model can not be split among the ranks."""
-        self.config = config
+        self.config, self.implementation = config, Implementation("native", "")
         device, quantize = parameters.device, parameters.quantize
         self._device, self._world = device, world
         self.partition = own = partition_of(
@@ -99,9 +108,24 @@ class LlamaModel:
         self.angles, self.angle_table = self.rotary.angles, self.rotary.table
 
     @property
-    def num_kv_heads(self) -> int:
-        """KV heads in this rank's cache."""
-        return self.partition.kv_heads.count
+    def cache_shape(self) -> CacheShape:
+        """See LanguageModel."""
+        num_kv_heads, dtype = self.partition.kv_heads.count, self._device.cache_dtype
+        sizes = self.config.num_layers, num_kv_heads, self.config.head_dim
+        return CacheShape(*sizes, self.attention.block_size, dtype)
+
+    @property
+    def widest(self) -> int:
+        """See LanguageModel."""
+        config = self.config
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        # The residual, its norm and the addend; beside them attention or feed-forward.
+        return 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
+
+    @property
+    def has_windows(self) -> bool:
+        """See LanguageModel."""
+        return any(self.config.layer_windows)
 
     @property
     def length_rule(self) -> str | None:
@@ -110,8 +134,22 @@ class LlamaModel:
 
     @property
     def recompute_at(self) -> int | None:
-        """See Model."""
+        """See LanguageModel."""
         return self.rotary.recompute_at
+
+    @property
+    def prompt_scaled_at(self) -> int | None:
+        """See LanguageModel."""
+        return self.rotary.prompt_scaled_at
+
+    @property
+    def is_recordable(self) -> bool:
+        """See Model: recorded passes read all angles from one table."""
+        return self.length_rule is None
+
+    def prepare_recording(self, longest: int) -> None:
+        """See Model."""
+        self.angle_table(longest)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
@@ -136,16 +174,16 @@ class LlamaModel:
         return logits if divisor == 1.0 else logits / divisor
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """See Model."""
+        """See LanguageModel."""
         return self._norm.add(hidden, None)
 
-    def weights(self) -> base.DecoderWeights | None:
-        """See Model."""
+    def weights(self) -> DecoderWeights:
+        """See Decoder."""
         layers = [block.weights() for block in self._blocks]
         shares = self.partition
-        own = base.RankSizes(
+        own = RankSizes(
             *(shares.heads.count, shares.kv_heads.count, shares.inner.count),
             *(shares.vocabulary.start, shares.vocabulary.count),
         )
         matrices = self._embedding.table, layers, self._norm.weight, self._head.matrix
-        return base.DecoderWeights(self.config, own, self._world, *matrices)
+        return DecoderWeights(self.config, own, self._world, *matrices)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from text_generation_process.sampling import Sampling
-from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
@@ -80,7 +80,7 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
         **LAYER[size],
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
-    config = ModelConfig.from_hf(tmp_path)
+    config = LlamaConfig.from_hf(tmp_path)
     options = DeviceOptions("bfloat16", "bfloat16", quantize)
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90

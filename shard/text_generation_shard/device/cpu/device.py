@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
-from text_generation_shard.device.forward import Attention
-from text_generation_shard.device.reference.attention import TorchAttention
-from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
+from text_generation_shard.device.forward import Attention, Scoring
+from text_generation_shard.device.reference.device import DTYPES, TorchDevice
 from text_generation_shard.device.reference.linear import GatedMatrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives
@@ -154,15 +153,22 @@ class CpuDevice(TorchDevice):
         return add_norm(hidden, delta, multiplier, weight, eps)
 
     def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        scorings: Sequence[Scoring | None] = (),
     ) -> Attention:
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
-            if self._must_be_deterministic:
-                raise refuse_determinism(self, f"heads of {head_dim} features")
-            self.is_deterministic = False
-            return TorchAttention(scale, unwritten_zeros)
+            return self._torch_attention(scale, scorings, f"heads of {head_dim} features")
+        if any(scorings):
+            return super().attention(num_heads, num_kv_heads, head_dim, scale, scorings)
         return PackedAttention(num_heads, num_kv_heads, scale)
+
+    def _make_zeros(self, count: int, num_blocks: int, block_bytes: int) -> Tensor:
+        return unwritten_zeros(count, num_blocks, block_bytes)
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""

@@ -23,6 +23,7 @@ from text_generation_shard.device.cpu.kernels.linear import PackedWeight, weight
 from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
+from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerWeights
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
@@ -84,9 +85,10 @@ def sample(
 def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None":
     """A decoder that computes a pass of the model in one call; None if the kernels do not support
     all layers: another architecture, torch's attention, or weights of several kinds."""
-    weights, attention = model.weights(), model.attention
-    if weights is None or not isinstance(attention, PackedAttention):
+    attention = model.attention
+    if not isinstance(model, Decoder) or not isinstance(attention, PackedAttention):
         return None
+    weights = model.weights()
     world = weights.world
     if world.size > 1 and not isinstance(world.collectives, SharedMemoryCollectives):
         return None
@@ -103,8 +105,8 @@ class FusedDecoder:
 
     def __init__(
         self,
-        model: base.Model,
-        weights: base.DecoderWeights,
+        model: Decoder,
+        weights: DecoderWeights,
         attention: PackedAttention,
         dtype: torch.dtype,
     ) -> None:
@@ -174,8 +176,9 @@ class FusedDecoder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the same call computes the head."""
-        return self._head is not None
+        """Whether `decode_scores` can be called: the same call computes the head, and one table
+        has all angles."""
+        return self._head is not None and self._model.length_rule is None
 
     def hidden(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
@@ -198,8 +201,8 @@ class FusedDecoder:
         return torch.from_numpy(self._logits(batch.input_ids.numpy(), plan))
 
     def decode_scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Floats:
-        """`scores` of a decode pass, if `length_rule` is None. Avoids torch's operators, which are
-        slow between steps, when their code is in no cache."""
+        """`scores` of a decode pass, if `is_whole`. Avoids torch's operators, which are slow
+        between steps, when their code is in no cache."""
         end = max(scheduled.ends.tolist())
         # Positions are `starts`, a numpy array.
         angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
@@ -273,8 +276,7 @@ class CpuRunner:
 
     def __init__(self, model: base.Model, decoder: FusedDecoder | None) -> None:
         self._forward: Forward = decoder or EagerForward(model)
-        is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
-        self._decoder = decoder if is_whole else None
+        self._decoder = decoder if decoder is not None and decoder.is_whole else None
 
     def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
@@ -301,12 +303,12 @@ _BIASES = "qkv_bias", "out_bias", "down_bias"
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
-def _packed(layer: base.LayerWeights, name: str) -> PackedWeight:
+def _packed(layer: LayerWeights, name: str) -> PackedWeight:
     matrix: PackedWeight = getattr(layer, name)
     return matrix
 
 
-def _fields(layer: base.LayerWeights, dtype: torch.dtype) -> dict[str, int]:
+def _fields(layer: LayerWeights, dtype: torch.dtype) -> dict[str, int]:
     """The fields of a layer in `layers.LAYER`."""
     found = {name: tensor_address(getattr(layer, name), torch.float32) for name in _NORMS}
     found |= {name: tensor_address(getattr(layer, name), dtype) for name in _BIASES}

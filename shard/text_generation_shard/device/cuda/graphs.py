@@ -89,8 +89,7 @@ class Graphs:
         """asked: requested sizes in tokens, see `sizes_of`; empty: nothing is recorded."""
         self._model, self._asked, self._upload = model, asked, upload
         self._make_recorder = make_recorder
-        # Graphs read all angles from one table.
-        self.are_used = model.length_rule is None and asked != ()
+        self.are_used = model.is_recordable and asked != ()
         self._sizes: tuple[int, ...] = ()
 
     def use(self, state: DeviceRows) -> None:
@@ -102,8 +101,7 @@ class Graphs:
         self._num_asked: Counter[_Kind] = Counter()
         if self.are_used:
             self._sizes = sizes_of(self._asked, len(state.rows.num_blocks))
-            # Graphs hold the table's address, so it must have its final size.
-            self._model.angle_table(self._longest)
+            self._model.prepare_recording(self._longest)
             count = _NUM_INPUTS * self._sizes[-1]
             self._given = torch.zeros(count, dtype=torch.int32, device=device)
             self._scores = torch.empty(0, device=device)

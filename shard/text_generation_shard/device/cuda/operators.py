@@ -23,13 +23,14 @@ from text_generation_shard.device.cuda.matrices import (
 )
 from text_generation_shard.device.cuda.rows import DeviceRows, HeadShape
 from text_generation_shard.device.cuda.runner import Stream, StreamRunner, SynchronousStream
-from text_generation_shard.device.forward import Attention
+from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.device import (
     QuantizedForm,
     TorchDevice,
 )
 from text_generation_shard.device.reference.linear import FloatMatrix, GatedMatrix
 from text_generation_shard.device.reference.runner import EagerForward
+from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,20 @@ class TritonDevice(TorchDevice):
         return out
 
     def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        scorings: Sequence[Scoring | None] = (),
     ) -> Attention:
         """See Device."""
+        if any(scorings):
+            if self.cache_dtype is not self.dtype:
+                raise ModelError(
+                    "--kv-cache-dtype is not supported with capped scores or sinks; leave it out"
+                )
+            return super().attention(num_heads, num_kv_heads, head_dim, scale, scorings)
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         takes_flash = flash.suits(shape, self.dtype, self.capability)
         found = TritonAttention(

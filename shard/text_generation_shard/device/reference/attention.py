@@ -1,6 +1,6 @@
 """The reference attention: plain torch on any device. The specification of the faster ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
+from text_generation_shard.device.forward import (
+    Angles,
+    AttentionPlan,
+    CacheShape,
+    ForwardBatch,
+    Scoring,
+)
 
 
 class KVCache:
@@ -87,9 +93,15 @@ class TorchAttention:
     is_deterministic = False
     heaviest_keys: int | None = None
 
-    def __init__(self, scale: float, make_zeros: Callable[[int, int, int], Tensor]) -> None:
-        """Queries are multiplied by `scale`. `make_zeros`: see KVCache."""
+    def __init__(
+        self,
+        scale: float,
+        make_zeros: Callable[[int, int, int], Tensor],
+        scorings: Sequence[Scoring | None] = (),
+    ) -> None:
+        """Queries are multiplied by `scale`. `make_zeros`: see KVCache. scorings: see Device."""
         self._scale, self._make_zeros = scale, make_zeros
+        self._scorings = scorings
         self._cache: KVCache | None = None
 
     def workspace_bytes(self, shape: CacheShape) -> int:
@@ -140,11 +152,16 @@ class TorchAttention:
         context = batch.host_context_lens[row]
         blocks = batch.block_tables[row, : -(-context // self.block_size)]
         keys, values = (part[:, :context] for part in cache.gather(layer, blocks))
+        scoring = self._scorings[layer] if self._scorings else None
         is_causal, mask = context == length > 1 and (window is None or context <= window), None
-        if not is_causal and (mask := plan.masks.get((row, window))) is None:
+        needs_mask = not is_causal or scoring is not None
+        if needs_mask and (mask := plan.masks.get((row, window))) is None:
             start = batch.cu_seqlens_q[row]
             mask = _mask(batch.positions[start : start + length], context, window, query.dtype)
             plan.masks[row, window] = mask
+        if scoring is not None:
+            assert mask is not None
+            return _attended(query, keys, values, mask, scoring)
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys[None],
@@ -155,6 +172,26 @@ class TorchAttention:
             enable_gqa=True,
         )
         return attended[0].transpose(0, 1).flatten(1)
+
+
+def _attended(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
+    """query [length, heads, head_dim], keys and values [kv_heads, context, head_dim], mask [length,
+    context] → [length, heads * head_dim]; the softmax is computed in float32."""
+    length, heads, head_dim = query.shape
+    # By KV head: the queries of its group, one query head after another.
+    grouped = query.transpose(0, 1).reshape(len(keys), -1, head_dim)
+    scores = torch.bmm(grouped, keys.transpose(1, 2)).float().view(heads, length, -1)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores + mask
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float().view(heads, 1, 1).expand(heads, length, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]].to(values.dtype)
+    attended = torch.bmm(weights.view(len(keys), -1, keys.shape[1]), values)
+    return attended.view(heads, length, head_dim).transpose(0, 1).flatten(1)
 
 
 def _mask(positions: Tensor, context: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
-from text_generation_shard.device.forward import Attention
+from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
@@ -157,10 +157,24 @@ class TorchDevice:
         return wide.mul_(inverse).mul_(weight).to(hidden.dtype)
 
     def attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        scorings: Sequence[Scoring | None] = (),
     ) -> Attention:
         """See Device."""
-        return TorchAttention(scale, self._make_zeros)
+        return self._torch_attention(scale, scorings, "heads with capped scores or sinks")
+
+    def _torch_attention(
+        self, scale: float, scorings: Sequence[Scoring | None], what: str
+    ) -> TorchAttention:
+        """Attention by torch. `what`: named by the error, if it must be deterministic."""
+        if self._must_be_deterministic:
+            raise refuse_determinism(self, what)
+        self.is_deterministic = False
+        return TorchAttention(scale, self._make_zeros, scorings)
 
     def _make_zeros(self, count: int, num_blocks: int, block_bytes: int) -> Tensor:
         return torch.zeros(

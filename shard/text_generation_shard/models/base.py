@@ -1,0 +1,62 @@
+"""The interface between the engine and a model's implementation."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.device import base
+from text_generation_shard.device.forward import CacheShape
+
+
+class Implementation(NamedTuple):
+    """Which code computes a model."""
+
+    # native or transformers.
+    name: str
+    # One sentence: why this one, and what it can not do; empty: nothing to say.
+    note: str
+
+
+class LanguageModel(base.Model, Protocol):
+    """A loaded model, as the engine sees it."""
+
+    implementation: Implementation
+
+    @property
+    def config(self) -> ModelConfig:
+        """Read from the checkpoint."""
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Of this rank's KV cache."""
+
+    @property
+    def widest(self) -> int:
+        """About the most numbers that a pass holds for a token at once, to estimate its memory."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the cost of a token stops growing with its context."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the model's own operators compute a row bit for bit independently of the other
+        rows."""
+
+    @property
+    def length_rule(self) -> str | None:
+        """Name of the length that selects a token's rope frequencies; None: they are the same for
+        all lengths."""
+
+    @property
+    def recompute_at(self) -> int | None:
+        """Length beyond which a row must be recomputed; None: never."""
+
+    @property
+    def prompt_scaled_at(self) -> int | None:
+        """Prompt length beyond which keys depend on the prompt's length; None: never."""
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size] after the final norm, from which the head computes
+        scores."""

@@ -1,0 +1,1 @@
+"""Any decoder of transformers: its modules, our attention, cache and products."""

@@ -1,0 +1,172 @@
+"""A decoder whose modules are transformers' and whose attention, cache and products are ours."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from text_generation_shard.device.base import Device
+from text_generation_shard.device.forward import Attention, CacheShape, ForwardBatch
+from text_generation_shard.errors import UnsupportedError
+from text_generation_shard.models.base import Implementation
+from text_generation_shard.models.hugging_face.attention import (
+    Handler,
+    Interface,
+    LayeredAttention,
+    Paged,
+    Probe,
+)
+from text_generation_shard.models.hugging_face.config import ATTENDING, TransformersConfig
+from text_generation_shard.models.hugging_face.loading import load
+
+
+class TransformersModel:
+    """See `LanguageModel`. Owns the modules, and the attention that they call."""
+
+    # A pass reads the host's values in places.
+    is_recordable = False
+    # transformers computes positions; kinds that depend on a length are refused.
+    length_rule: str | None = None
+    recompute_at: int | None = None
+    prompt_scaled_at: int | None = None
+
+    def __init__(
+        self,
+        directory: Path,
+        config: TransformersConfig,
+        device: Device,
+        quantize: str | None,
+        reason: str,
+    ) -> None:
+        """ModelError: the checkpoint can not be loaded, or not be served."""
+        self.config: TransformersConfig = config
+        note = f"transformers {transformers.__version__} computes this model, because {reason}"
+        self.implementation = Implementation("transformers", note)
+        self._interface = Interface()
+        loaded = load(directory, config, device, quantize, self._interface.name)
+        self.nbytes, self._modules = loaded.nbytes, loaded.model
+        # Stands for the base model while scores are computed.
+        self._head = _Head(self._modules.base_model)
+        self._takes_positions = _takes(self._modules.base_model, "position_ids")
+        self.layers = self._probed(device)
+        self.attention: Attention = self.layers
+        self.is_deterministic = loaded.is_packed
+        self.has_windows = any(self.layers.windows)
+
+    def _probed(self, device: Device) -> LayeredAttention:
+        """The attention that the layers want. UnsupportedError: not all layers that should attend
+        call the interface."""
+        probe, text = Probe(), self.config.text
+        one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
+        self._modules.set_attn_implementation(self._interface.probing_name)
+        with torch.inference_mode():
+            self.run(one, one, probe)
+        self._modules.set_attn_implementation(self._interface.name)
+        kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
+        expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
+        if sorted(probe.calls) != expected:
+            raise UnsupportedError(
+                f"{len(probe.calls)} layers of {self.config.architecture} attend by transformers' "
+                f"attention interface, and {len(expected)} should"
+            )
+        return LayeredAttention(device, {layer: probe.calls[layer] for layer in expected})
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """See LanguageModel."""
+        return self.layers.cache_shape
+
+    @property
+    def widest(self) -> int:
+        """See LanguageModel."""
+        inner = getattr(self.config.text, "intermediate_size", None) or 0
+        inner = max(inner) if isinstance(inner, list | tuple) else inner
+        inner = max(inner, 4 * self.config.hidden_size)
+        # The residual, its norm and the addend; beside them attention or feed-forward, each twice.
+        return 3 * self.config.hidden_size + 2 * max(self.layers.widest, 3 * inner)
+
+    def prepare_recording(self, longest: int) -> None:
+        """See Model: nothing is recorded."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See Model. The last norm is in the result."""
+        handler = Paged(self.layers, batch)
+        return self.run(batch.input_ids[None], batch.positions[None], handler)[0]
+
+    def run(self, input_ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
+        """Hidden states [R, T, hidden_size] of token ids [R, T] at these positions."""
+        given = {"position_ids": positions} if self._takes_positions else {}
+        with self._interface.handled_by(handler):
+            out = self._modules.base_model(input_ids=input_ids, use_cache=False, **given)
+        found: Tensor = out.last_hidden_state
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Model: by the whole model's own forward, with `hidden` in place of its base model's
+        output. So every scale and cap of an architecture is in."""
+        if not len(hidden):
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
+        children, name = self._modules._modules, self._modules.base_model_prefix
+        base, self._head.hidden = children[name], hidden[None]
+        children[name] = self._head
+        try:
+            out = self._modules(inputs_embeds=self._head.hidden, use_cache=False)
+        finally:
+            children[name] = base
+        logits: Tensor = out.logits[0].float()
+        return logits
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See LanguageModel."""
+        return hidden
+
+    def theirs(self, input_ids: Tensor) -> Tensor:
+        """Scores [T, vocab_size] of one text [T], by transformers' own attention."""
+        self._modules.set_attn_implementation("eager")
+        out = self._modules(input_ids=input_ids[None], use_cache=False)
+        self._modules.set_attn_implementation(self._interface.name)
+        scores: Tensor = out.logits[0].float()
+        return scores
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+class _Head(nn.Module):
+    """Stands for a base model: its output is the given hidden states."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+        # Not a child: its parameters are not ours.
+        self.__dict__["_base"] = base
+
+    @property
+    def decoder(self) -> "_Head":
+        """Some models call this child of the base model."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+    def forward(self, *_: Any, **__: Any) -> "_Output":
+        """Ignores its arguments."""
+        return _Output(self.hidden)
+
+
+class _Output:
+    """A base model's output with hidden states [1, T, hidden_size], and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
