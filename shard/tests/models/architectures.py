@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from integration_tests.checkpoints import MAX_POSITIONS, VOCAB_SIZE, write_tokenizer
 
@@ -242,7 +243,10 @@ SERVED: Mapping[str, Settings] = {
     "mixtral": {**_HEAD, **_EXPERTS, "sliding_window": WINDOW},
     "nanochat": {"attention_bias": True},
     "nemotron": {**_HEAD, "attention_bias": True, "mlp_bias": True},
+    # Steps of time have a least size in prompts only: with 0.001 transformers' scores of a token
+    # depend on whether it was in the prompt.
     "nemotron_h": {
+        "time_step_min": 1e-6,
         **_ROUTED_EXPERTS,
         "head_dim": 32,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -360,27 +364,41 @@ class Answer:
 
     tokens: list[int]
     logprobs: list[float]
-    """Of each id of the prompt but the first, then of each token."""
+    """Of each token."""
+    prompt_logprobs: list[float]
+    """Of each id but the first."""
     num_certain: int
     """How many of the tokens come before one whose score another one nearly reaches."""
 
 
 @torch.inference_mode()
 def answers_of(directory: Path, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Answer]:
-    """The answers by `generate`, greedily, and their log-probabilities by one pass each."""
+    """The answers by `generate`, greedily."""
     torch.set_num_threads(1)
     auto = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(directory, dtype=torch.float32).eval()
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    asked = {**settings, "output_logits": True, "return_dict_in_generate": True}
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        asked = {"do_sample": False, "max_new_tokens": max_new_tokens}
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
-        logits = model(whole, use_cache=False).logits[0, :-1].float()
-        best = logits[len(prompt) - 1 :].topk(2).values
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+        logits = torch.cat(found.logits)
+        best = logits.topk(2).values
         ties = (best[:, 0] - best[:, 1] < TIE).nonzero()
-        chosen = logits.log_softmax(-1).gather(1, whole[0, 1:, None])[:, 0]
-        tokens = whole[0, len(prompt) :].tolist()
-        num_certain = int(ties[0]) if len(ties) else len(tokens)
-        answers.append(Answer(tokens, chosen.tolist(), num_certain))
+        tokens = found.sequences[0, len(prompt) :]
+        before = model(ids, use_cache=False).logits[0, :-1]
+        answers.append(
+            Answer(
+                tokens.tolist(),
+                _logprobs(logits, tokens),
+                _logprobs(before, ids[0, 1:]),
+                int(ties[0]) if len(ties) else len(tokens),
+            )
+        )
     return answers
+
+
+def _logprobs(logits: Tensor, chosen: Tensor) -> list[float]:
+    found: list[float] = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
+    return found
