@@ -94,6 +94,17 @@ PUBLISHED: Mapping[str, Published] = {
         # The class adds the BOS token, tokenizer.json does not.
         config={"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True},
     ),
+    "deepseek-v3": Published(
+        "deepseek-v3.jinja",
+        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<|EOT|>"),
+        (
+            *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        ),
+        eos="<｜end▁of▁sentence｜>",
+        bos="<｜begin▁of▁sentence｜>",
+        config={"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True},
+    ),
     "smollm3": Published(
         "smollm3.jinja",
         ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"),

@@ -368,7 +368,10 @@ HTTP_SIDE = (
     router_option(
         "chat-format",
         "how the model writes tool calls; by default found from the chat template",
-        choice("auto", "hermes", "llama3", "mistral", "mistral-args", "generic"),
+        choice(
+            *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
+            *("deepseek-json", "granite", "nemotron", "generic"),
+        ),
     ),
     # Google's Vertex AI sets these.
     Option("aip-http-port", "port to listen on, overrides --port", PORT, modes=HTTP),

@@ -34,7 +34,8 @@ def tokenizer(is_special: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLToke
     """The embedded model's, with every marker as a special token or as plain text."""
     made = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     if is_special:
-        made.add_special_tokens(sorted({m for row in ALL for m in row.special_tokens}))
+        tokens = {marker for row in ALL for marker in row.special_tokens}
+        made.add_special_tokens(sorted({*tokens, "<response>", "</response>"}))
     return made, llguidance.LLTokenizer(made.to_str())
 
 
@@ -192,6 +193,16 @@ def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> No
             # A thought is no call.
             assert free.takes("<think>" + thought) == (choice == "auto")
             assert inner.takes(thought) == (choice == "auto")
+
+
+@both_tokenizers
+def test_a_response_has_markers_or_none(is_special: bool) -> None:
+    response = ("<response>", "</response>")
+    form = replace(FORMATS["hermes"], reasoning=THINK, response=response)
+    matched = compiled(form, "auto", is_special=is_special)
+    for text in ("Hi", "\n<response>\nHi {", "<response>Hi</response>\n"):
+        assert matched.takes(f"<think>hm</think>{text}")
+    assert not compiled(form, "required", is_special=is_special).takes("<response>Hi</response>")
 
 
 def test_whitespace_is_bounded() -> None:

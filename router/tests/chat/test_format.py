@@ -17,6 +17,11 @@ THINK = ("<think>", "</think>")
     [
         ("chatml", "generic", None, False),
         ("deepseek-r1", "generic", THINK, False),
+        ("deepseek-v3", "deepseek-json", None, False),
+        ("deepseek-v3.1", "deepseek", THINK, False),
+        ("ernie4.5-thinking", "hermes", THINK, True),
+        ("granite3.3", "granite", THINK, True),
+        ("nemotron-nano2", "nemotron", THINK, True),
         ("gemma2", "generic", None, False),
         ("gemma3", "generic", None, False),
         ("llama3.1", "llama3", None, True),
@@ -40,7 +45,7 @@ def test_formats_are_found_from_templates(
         reasoning,
         describes_tools,
     )
-    assert replace(found, reasoning=None, describes_tools=False) == FORMATS[name]
+    assert replace(found, reasoning=None, response=None, describes_tools=False) == FORMATS[name]
     forced = detect_format(source, "mistral")
     assert (forced.name, forced.reasoning) == ("mistral", reasoning)
 

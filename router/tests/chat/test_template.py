@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from text_generation_router.chat import rendering
 from text_generation_router.chat.conversation import (
+    fitted,
     plain_messages,
     strict_form,
     strict_form_without_system,
@@ -122,9 +123,9 @@ def test_every_template_takes_a_strict_form(name: str, order: str) -> None:
     template = source(name)
     messages = plain_messages(ORDERS[order], template, detect_format(template))
     try:
-        rendered = render(template, [*strict_form(messages)])
+        rendered = render(template, fitted(strict_form(messages), template))
     except TemplateError:
-        rendered = render(template, [*strict_form_without_system(messages)])
+        rendered = render(template, fitted(strict_form_without_system(messages), template))
     for message in messages:
         assert message["content"].strip() in rendered
 

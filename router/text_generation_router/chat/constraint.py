@@ -1,6 +1,7 @@
 """The grammar of an answer that may reason and call tools, made from the format's markers."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,7 +110,7 @@ class _ChatGrammar:
         rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
         if starts_in_reasoning:
             return [f"start: {'TEXT | ' if is_free else ''}thought answer", *rules]
-        if begin in self.special_ids:
+        if self._is_token(begin):
             rules += [f"think: WS? {self._marker(begin)}", *answer("at_once", "")]
         else:
             literal = json.dumps(begin)
@@ -126,6 +127,9 @@ class _ChatGrammar:
         plain = f"{name.upper()}_TEXT"
         text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self.chat_format.is_bare else "TEXT"
         options, rules = [plain], [f"{plain}: {text}{but}"]
+        begin, end = self.chat_format.response or ("", "")
+        if begin in self.special_ids:
+            options.append(f"{plain} {self._marker(begin)} TEXT ({self._marker(end)} TEXT)?")
         if self.chat_format.begin:
             options.append(f"{name}_begin calls")
             rules += self._until(f"{name}_begin", plain, self.chat_format.begin)
@@ -169,7 +173,7 @@ class _ChatGrammar:
     def _marked_calls(self) -> list[str]:
         """Calls with their begin marker; empty if the format has none."""
         begin = self.chat_format.begin
-        if begin in self.special_ids:
+        if self._is_token(begin):
             return [f"WS? {self._marker(begin)} calls"]
         return ["BEGIN calls"] if begin else []
 
@@ -184,7 +188,9 @@ class _ChatGrammar:
             more = f"(WS? {self._marker(form.begin)} call {end})*" if self.parallel else ""
             calls = f"call {end} {more}"
         else:
-            more = "(SEPARATOR call)*" if self.parallel else ""
+            has_token = any(token in form.separator for token in self.special_ids)
+            between = self._marker(form.separator) if has_token else "SEPARATOR"
+            more = f"({between} call)*" if self.parallel else ""
             calls = f"call {more} {end}"
         rules = [
             f"calls: {calls}",
@@ -220,13 +226,22 @@ class _ChatGrammar:
 
     def _until(self, name: str, text: str, marker: str) -> list[str]:
         """A rule for text up to and including the first such marker."""
-        if marker in self.special_ids:
+        if self._is_token(marker):
             return [f"{name}: {text} {self._marker(marker)}"]
         return [f"{name}[lazy]: {text} {json.dumps(marker)}"]
 
+    def _is_token(self, marker: str) -> bool:
+        """Whether a marker begins with a special token."""
+        return any(marker.startswith(token) for token in self.special_ids)
+
     def _marker(self, marker: str) -> str:
-        token_id = self.special_ids.get(marker)
-        return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+        """Its special tokens, and its text between them."""
+        if not self.special_ids:
+            return json.dumps(marker)
+        parts = re.split(f"({'|'.join(map(re.escape, self.special_ids))})", marker)
+        ids = self.special_ids
+        found = [f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part]
+        return " ".join(found)
 
 
 def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:

@@ -15,6 +15,10 @@ from text_generation_router.validation import GenerateParameters
 
 Message = Mapping[str, Any]
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+# In templates that join the arguments of a call, which so must be text, to other text; and in those
+# that show calls only of a message without content.
+_JOINED_ARGUMENTS = re.compile(r"\barguments['\"]?\]?\s*\+")
+_NO_CONTENT = re.compile(r"\[['\"]content['\"]\] is none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,29 @@ def plain_messages(
         content = "\n".join([plain[place]["content"], *contents])
         plain[place] = {"role": "user", "content": content}
     return plain
+
+
+def fitted(messages: Sequence[Message], template_source: str) -> list[Message]:
+    """The messages with their fields as a template reads them, where templates differ."""
+    has_thinking = "message.thinking" in template_source
+    needs_text = _JOINED_ARGUMENTS.search(template_source) is not None
+    needs_none = _NO_CONTENT.search(template_source) is not None
+    made: list[Message] = []
+    for message in messages:
+        fields, calls = dict(message), message.get("tool_calls")
+        # Templates that know `thinking` refuse it beside the content of a call.
+        if has_thinking and "reasoning_content" in message and not (calls and message["content"]):
+            fields["thinking"] = message["reasoning_content"]
+        if calls and needs_text:
+            fields["tool_calls"] = [
+                {**call, "function": {**function, "arguments": _json(function["arguments"])}}
+                for call in calls
+                for function in [call["function"]]
+            ]
+        if calls and needs_none:
+            fields["content"] = message["content"] or None
+        made.append(fields)
+    return made
 
 
 def joined(messages: Sequence[Message], *roles: str) -> list[Message]:

@@ -9,7 +9,10 @@ from typing import Any
 AUTO = "auto"
 BARE_NAME = re.compile(r"[^\s\[\]{}\"]+")
 """A function's name where the format writes it without quotes."""
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
+"""A part of a marker that may be one token of the tokenizer."""
 _REASONING_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_RESPONSE_MARKERS = ("<response>", "</response>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class ToolSpec:
 class ChatFormat:
     """The markers of reasoning and tool calls in a model's text.
 
+    A marker may consist of several tokens; the parser accepts any whitespace where it has some.
+
     A call is a JSON object with the keys `name` and `arguments_key`. With an `arguments_marker` it
     is the name, the marker and the JSON object of the arguments instead.
     """
@@ -51,7 +56,8 @@ class ChatFormat:
     is_list: bool = False
     # Whether an answer that starts with `{` is a call even if there is a `begin`.
     may_be_bare: bool = False
-    # Written between two calls; the parser accepts other whitespace.
+    # Written between two calls; the parser accepts other whitespace, and no separator if it is one
+    # character.
     separator: str = "\n"
     # Written after `begin` and before `end`.
     padding: str = ""
@@ -59,14 +65,22 @@ class ChatFormat:
     arguments_marker: str = ""
     # Begin and end markers of the reasoning before the answer; None: the model does not reason.
     reasoning: tuple[str, str] | None = None
+    # Markers around the answer behind the reasoning, which the model may leave out.
+    response: tuple[str, str] | None = None
     # Whether the chat template describes the tools; if not, `tools_prompt` does.
     describes_tools: bool = False
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The markers that may be special tokens of the tokenizer; the parser needs their text."""
-        markers = (self.begin, self.end, self.arguments_marker, *(self.reasoning or ()))
-        return frozenset(filter(None, markers))
+        """The tokens of markers that may be special ones; the parser needs their text."""
+        calls = " ".join((self.begin, self.end, self.arguments_marker, self.separator))
+        return self.special_tokens_of_text.union(_TOKEN.findall(calls))
+
+    @property
+    def special_tokens_of_text(self) -> frozenset[str]:
+        """The same of an answer without calls."""
+        markers = (*(self.reasoning or ()), *(self.response or ()))
+        return frozenset(_TOKEN.findall(" ".join(markers)))
 
     @property
     def is_bare(self) -> bool:
@@ -123,10 +137,36 @@ _FORMATS = (
         wraps_each=True,
         separator="",
     ),
+    ChatFormat(
+        "deepseek",
+        begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        end="<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        separator="<｜tool▁call▁end｜><｜tool▁call▁begin｜>",
+        arguments_marker="<｜tool▁sep｜>",
+    ),
+    ChatFormat(
+        "deepseek-json",
+        begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        end="\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        separator="\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        arguments_marker="\n```json\n",
+    ),
+    ChatFormat("granite", begin="<|tool_call|>", is_list=True, separator=", "),
+    ChatFormat("nemotron", begin="<TOOLCALL>", end="</TOOLCALL>", is_list=True, separator=", "),
     ChatFormat("generic"),
 )
 FORMATS: Mapping[str, ChatFormat] = {row.name: row for row in _FORMATS}
 """Every format by its name, a value of `--chat-format`; all without reasoning."""
+
+# What the templates of a format have; the first row that fits counts.
+_SIGNS = (
+    ("mistral-args", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek-json", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("nemotron", ("<TOOLCALL>",)),
+)
 
 
 def detect_format(template_source: str | None, name: str = AUTO) -> ChatFormat:
@@ -137,14 +177,16 @@ def detect_format(template_source: str | None, name: str = AUTO) -> ChatFormat:
     source = template_source or ""
     found = FORMATS[_name_of(source) if name == AUTO else name]
     markers = next((pair for pair in _REASONING_MARKERS if pair[1] in source), None)
+    response = _RESPONSE_MARKERS if markers and _RESPONSE_MARKERS[1] in source else None
     # A template that describes tools in an unknown form would contradict the generic format.
     describes_tools = "tools" in source and found.name != "generic"
-    return replace(found, reasoning=markers, describes_tools=describes_tools)
+    return replace(found, reasoning=markers, response=response, describes_tools=describes_tools)
 
 
 def _name_of(source: str) -> str:
-    if "[TOOL_CALLS]" in source:
-        return "mistral-args" if "[ARGS]" in source else "mistral"
+    for name, signs in _SIGNS:
+        if all(sign in source for sign in signs):
+            return name
     # Some models write XML between these markers.
     if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
         return "hermes"

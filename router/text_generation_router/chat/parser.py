@@ -105,18 +105,25 @@ class ChatParser:
             begin, _ = self._format.reasoning
             if self.has_reasoned or (yield from self._skip(begin)):
                 yield from self._read_reasoning()
+        is_response = self._format.response and (yield from self._skip(self._format.response[0]))
+        if is_response:
+            yield from self._skip_space()
         found = None
         if self._parses_tools and self._format.is_bare:
             found = yield from self._match(self._patterns.call)
+        opening = self._patterns.opening if self._parses_tools else None
+        if is_response:
+            opening = self._patterns.response[self._parses_tools]
         while True:
-            while found is not None:
+            while found is not None and found.lastindex:
                 found = yield from self._read_call(found)
             if self._has_ended and self._num_calls:
                 break
-            opening = self._patterns.opening if self._parses_tools else None
             found = yield from self._show_until(opening, ContentDelta)
             if found is None:
                 return
+            if not found.lastindex:
+                yield from self._skip_space()
         # The end of the last call is missing: that is no error. A call after it is text.
         if "{" in self._text:
             self._events.append(ContentDelta(self._text))
@@ -184,15 +191,14 @@ class ChatParser:
         return None
 
     def _skip(self, marker: str) -> _Reading[bool]:
-        """Drops a marker with the whitespace before it; whether it is there."""
-        while True:
-            text = self._text.lstrip(_SPACE)
-            if text.startswith(marker):
-                self._text = text.removeprefix(marker)
-                return True
-            if self._has_ended or not marker.startswith(text):
-                return False
-            yield
+        """Drops a marker with the whitespace before and in it; whether it is there."""
+        for part in marker.split():
+            while not (text := self._text.lstrip(_SPACE)).startswith(part):
+                if self._has_ended or not part.startswith(text):
+                    return False
+                yield
+            self._text = text.removeprefix(part)
+        return True
 
     def _skip_space(self) -> _Reading[None]:
         while not (text := self._text.lstrip(_SPACE)) and not self._has_ended:
@@ -211,25 +217,36 @@ class _Patterns:
     call: "regex.Pattern[str]"
     # After another call, without a begin marker.
     next_call: "regex.Pattern[str]"
+    # Within a response: its end, without and with the begin of a call.
+    response: tuple["regex.Pattern[str]", "regex.Pattern[str]"]
 
 
 @cache
 def _patterns(form: ChatFormat) -> _Patterns:
     space, escape = _ANY_SPACE, re.escape
     if form.arguments_marker:
-        name = rf"({BARE_NAME.pattern}){escape(form.arguments_marker)}"
+        name = rf"({BARE_NAME.pattern}){_loose(form.arguments_marker)}"
     else:
         key = escape(form.arguments_key)
         name = rf'\{{{space}"name"{space}:{space}({_NAME}){space},{space}"{key}"{space}:'
     head = rf"{space}{name}{space}(?=\{{)"
-    opening = _SPACE_BEFORE + escape(form.begin) + (rf"{space}\[" if form.is_list else "") + head
-    separator = "," if form.is_list else f"(?:{escape(form.separator.strip())})?"
+    opening = _SPACE_BEFORE + _loose(form.begin) + (rf"{space}\[" if form.is_list else "") + head
+    separator = form.separator.strip()
+    closing = _SPACE_BEFORE + _loose(form.response[1] if form.response else "") + space
+    between = "," if form.is_list else _loose(separator) + "?" * (len(separator) == 1)
     return _Patterns(
-        form.reasoning and regex.compile(_SPACE_BEFORE + escape(form.reasoning[1])),
+        form.reasoning and regex.compile(_SPACE_BEFORE + _loose(form.reasoning[1])),
         regex.compile(opening) if form.begin else None,
         regex.compile(head),
-        regex.compile(space + separator + head),
+        regex.compile(space + between + head),
+        (regex.compile(closing), regex.compile(rf"{opening}|{closing}" if form.begin else closing)),
     )
+
+
+def _loose(marker: str) -> str:
+    """Matches a marker with any whitespace where it has some."""
+    parts = re.split(rf"[{_SPACE}]+", marker)
+    return _ANY_SPACE.join(re.escape(part) for part in parts)
 
 
 class _EndOfValue:

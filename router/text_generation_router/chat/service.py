@@ -12,6 +12,7 @@ from text_generation_router.chat.constraint import thinking_grammar, tool_gramma
 from text_generation_router.chat.conversation import (
     Conversation,
     Message,
+    fitted,
     plain_messages,
     strict_form,
     strict_form_without_system,
@@ -234,14 +235,16 @@ class ChatService:
         grammar, has_tools = conversation.parameters.grammar, bool(conversation.usable_tools)
         if has_tools or grammar is not None:
             grammar = await asyncio.to_thread(self._grammar, conversation, prompt)
-        markers = self.chat_format.special_tokens if has_tools else self.chat_format.reasoning or ()
+        form = self.chat_format
         return replace(
             conversation.parameters,
             inputs=prompt,
             add_special_tokens=conversation.add_special_tokens,
             keeps_stop_sequence=False,
             grammar=grammar,
-            visible_special_tokens=frozenset(markers),
+            visible_special_tokens=(
+                form.special_tokens if has_tools else form.special_tokens_of_text
+            ),
         )
 
     def _grammar(self, conversation: Conversation, prompt: str) -> Grammar | None:
@@ -313,7 +316,7 @@ class ChatService:
             is_open = last["role"] == "assistant" and not last.get("tool_calls")
             continues = is_open and begins is None
         arguments = {
-            "messages": messages,
+            "messages": fitted(messages, source),
             "tools": described or None,
             "add_generation_prompt": not continues if begins is None else begins,
             "continue_final_message": continues,
