@@ -45,6 +45,7 @@ def make_entry() -> Entry:
     entry.block_table = [4, 2]
     entry.num_cached_tokens = 2
     entry.chunk_len = 1
+    entry.snapshot, entry.stores = 3, {2: 5, 3: 4}
     return entry
 
 
@@ -65,7 +66,9 @@ def test_a_request_goes_over_whole() -> None:
     assert list(request.block_table) == [4, 2] and request.num_cached_tokens == 2
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
     assert request.grammar == "start: /a+/"
-    assert request.chunk_len == 1
+    assert request.chunk_len == 1 and request.snapshot == 3
+    assert list(request.snapshot_positions) == [2, 3]
+    assert list(request.snapshot_places) == [5, 4]
     assert request.pooling == pb.POOLING_MEAN and list(request.score_token_ids) == [8, 3]
     parameters = request.parameters
     drawing = "temperature", "top_k", "top_p", "typical_p", "min_p", "do_sample", "seed"

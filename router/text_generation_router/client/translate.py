@@ -50,6 +50,7 @@ class ShardInfo:
     records_steps: bool = False
     last_number: int = 0
     hidden_size: int = 0
+    keeps_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class WarmupResult:
     prefill_context_ns: int = 0
     # How long ranks wait for one another in a step from now on; 0: there is one rank.
     rank_deadline_s: float = 0.0
+    num_snapshots: int = 0
 
 
 def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
@@ -91,6 +93,9 @@ def _to_request(entry: Entry) -> pb.Request:
         chunk_len=entry.chunk_len,
         pooling=_POOLINGS[request.pooling],
         score_token_ids=request.score_token_ids,
+        snapshot=entry.snapshot,
+        snapshot_positions=list(entry.stores),
+        snapshot_places=list(entry.stores.values()),
     )
 
 
@@ -209,4 +214,5 @@ def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
         prefill_token_ns=max(r.prefill_token_ns for r in responses),
         prefill_context_ns=max(r.prefill_context_ns for r in responses),
         rank_deadline_s=max(r.rank_deadline_ms for r in responses) / 1000,
+        num_snapshots=min(r.num_snapshots for r in responses),
     )

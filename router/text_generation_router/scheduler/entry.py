@@ -49,6 +49,10 @@ class Entry:
         """From admission until no step can write to its blocks any more."""
         self.chain: Chain | None = None
         """How much of its text is in the prefix cache; None while it shares no blocks."""
+        self.snapshot: int | None = None
+        """The snapshot that its state begins from; None: its state begins empty."""
+        self.stores: dict[int, int] = {}
+        """By number of tokens: its state after them is stored as this snapshot."""
         self.num_inputs = 0
         """Its tokens when it was admitted; it decodes once all of them are computed."""
         self.num_cached_tokens = 0

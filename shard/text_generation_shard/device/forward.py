@@ -7,6 +7,20 @@ import torch
 from torch import Tensor
 
 
+class RowState(NamedTuple):
+    """The recurrent state of one row of a pass: where it comes from, and where it is stored beside
+    the row itself. A pass reads snapshots before it stores any, or computes its rows in order."""
+
+    # Number of the row, whose state the model keeps from one pass to the next.
+    row: int
+    # The first pass of a request begins with the state at `snapshot`; None: with an empty state.
+    is_first: bool
+    snapshot: int | None = None
+    # (position, snapshot): the state after the row's first `position` tokens, the last of which is
+    # in this pass, is stored as this snapshot. Positions ascend.
+    stores: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The input of one pass: T tokens of R rows, one row after another, without padding. Each row
@@ -31,6 +45,8 @@ class ForwardBatch:
     logits_indices: Tensor | None
     # Every row has exactly one token.
     is_decode: bool
+    # [R] for models that keep a state per row; None for other models.
+    states: tuple[RowState, ...] | None = None
 
 
 class Angles(NamedTuple):

@@ -57,6 +57,14 @@ class LanguageModel(base.Model, Protocol):
     def prompt_scaled_at(self) -> int | None:
         """Prompt length beyond which keys depend on the prompt's length; None: never."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state that the model keeps for each row; 0: it keeps none."""
+
+    def make_states(self, num_rows: int, num_snapshots: int) -> None:
+        """Allocate this many states and snapshots, `state_bytes` each; first frees the previous
+        ones. Not called if `state_bytes` is 0. See ForwardBatch.states."""
+
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states [T, hidden_size] after the final norm, from which the head computes
         scores."""

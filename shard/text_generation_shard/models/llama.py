@@ -78,6 +78,7 @@ class LlamaModel:
     `LanguageModel`."""
 
     is_deterministic = True
+    state_bytes = 0
 
     def __init__(self, parameters: Parameters, world: World, config: LlamaConfig) -> None:
         """ModelError if the model can not be split among the ranks."""
@@ -150,6 +151,9 @@ class LlamaModel:
     def prepare_recording(self, longest: int) -> None:
         """See Model."""
         self.angle_table(longest)
+
+    def make_states(self, num_rows: int, num_snapshots: int) -> None:
+        """See LanguageModel: it keeps none."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""

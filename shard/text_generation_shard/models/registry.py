@@ -38,7 +38,8 @@ def read_config(config: ShardConfig) -> Chosen:
                 raise
             reason = str(error).partition(";")[0]
     if config.rope_scaling is not None:
-        raise ModelError(f"--rope-scaling needs the native implementation, and {reason}; leave it out")
+        what = "--rope-scaling needs the native implementation"
+        raise ModelError(f"{what}, and {reason}; leave it out")
     if config.world_size > 1:
         raise ModelError(f"several shards need the native implementation, and {reason}; use one")
     # Takes seconds to import.

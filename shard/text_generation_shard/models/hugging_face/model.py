@@ -32,6 +32,7 @@ class TransformersModel:
     length_rule: str | None = None
     recompute_at: int | None = None
     prompt_scaled_at: int | None = None
+    state_bytes = 0
 
     def __init__(
         self,
@@ -90,6 +91,9 @@ class TransformersModel:
 
     def prepare_recording(self, longest: int) -> None:
         """See Model: nothing is recorded."""
+
+    def make_states(self, num_rows: int, num_snapshots: int) -> None:
+        """See LanguageModel: it keeps none."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model. The last norm is in the result."""
