@@ -55,8 +55,9 @@ class StepHandle:
 
     def result(self) -> pb.StepResponse:
         """Wait for the step. If it failed, its new requests have no rows, and the other rows are
-        unchanged but for grown block tables. Out of memory fails only the requests that do not fit
-        alone: see `StepResponse.errors`."""
+        unchanged but for grown block tables; if the model keeps states, those that it computed
+        have no rows either. Out of memory fails only the requests that do not fit alone, and with
+        states all that it computed: see `StepResponse.errors`."""
         self._engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -116,8 +117,10 @@ class Engine:
     @property
     def runs_behind(self) -> bool:
         """Whether a step may be launched before the previous one has a result. Not with several
-        ranks: whether the previous one is already collected would differ by their timing."""
-        return self.device.runs_behind and self.world.size == 1
+        ranks: whether the previous one is already collected would differ by their timing. Nor if
+        rows have states, which a launch that is repeated would advance twice."""
+        is_single = self.world.size == 1 and not self.model.state_bytes
+        return self.device.runs_behind and is_single
 
     @property
     def num_rows_taken(self) -> int:
@@ -125,15 +128,24 @@ class Engine:
         return self._table.num_taken
 
     def use_table(
-        self, capacity: int, max_total_tokens: int, num_blocks: int, max_prefill_tokens: int
+        self,
+        capacity: int,
+        max_total_tokens: int,
+        num_blocks: int,
+        max_prefill_tokens: int,
+        num_snapshots: int = 0,
     ) -> None:
         """Take new rows and plan with these limits. No request runs."""
         model = self.model
+        if model.state_bytes:
+            model.make_states(capacity, num_snapshots)
         # Whether a step that runs out of memory is computed in parts: not while memory is measured,
         # and not with several ranks, whose parts would differ.
         self._splits = False
         unused = np.array(model.config.unused_ids, dtype=np.int64)
-        self._table = table = RowTable(capacity, max_total_tokens, self.block_size, num_blocks)
+        self._table = table = RowTable(
+            *(capacity, max_total_tokens, self.block_size, num_blocks, num_snapshots)
+        )
         self._fixed = Fixed(
             model=model,
             table=table,
@@ -178,6 +190,7 @@ class Engine:
             if not (step.is_ahead and self._table.row(request_id) is None):
                 self._table.grow(request_id, block)
         rows: list[int] = []
+        plan: Plan | None = None
         taking = time.perf_counter_ns()
         try:
             for request in step.new_requests:
@@ -186,7 +199,7 @@ class Engine:
             plan = self._planner.plan(step, rows, before)
             launched = self._unless_short(partial(self._runner.launch, plan))
         except BaseException:
-            self._table.release(rows)
+            self._table.release(rows if plan is None else self._lost_rows(plan))
             raise
         self._table.advance(plan.computed)
         handle = StepHandle(self, plan, launched, began, admitted - taking)
@@ -271,8 +284,17 @@ class Engine:
         steps = self._undo(failed)
         self._in_flight.clear()
         for handle in reversed(steps):
-            self._table.release(handle.plan.new_rows)
+            self._table.release(self._lost_rows(handle.plan))
             handle.outcome = error
+
+    def _lost_rows(self, plan: Plan) -> Sequence[int]:
+        """The rows that end with a failed step: the new ones and, if rows have states, all that it
+        computed, because it may have advanced them."""
+        if not self.model.state_bytes:
+            return plan.new_rows
+        computed = np.concatenate([scheduled.rows for scheduled in plan.passes])
+        running = self._table.running.tolist()
+        return [row for row in running if row in computed]
 
     def _undo(self, failed: StepHandle) -> list[StepHandle]:
         """Rewind the rows to before a step. Returns this step and those launched behind it, whose
@@ -297,7 +319,8 @@ class Engine:
 
     def _finish_in_parts(self, handle: StepHandle, failed: set[int]) -> pb.StepResponse:
         """Compute a step in parts, without the rows in `failed`; adds the rows that do not fit
-        even alone. The row table is written after all parts are computed."""
+        even alone. The row table is written after all parts are computed. Rows with states fail:
+        the step may have advanced them."""
         plan, table = handle.plan, self._table
 
         def compute(scheduled: ScheduledTokens) -> Computed | None:
@@ -308,13 +331,16 @@ class Engine:
             return part
 
         passes = out_of_memory.without(plan.passes, failed | plan.ended_rows())
-        parts, unfit = out_of_memory.compute_in_parts(passes, table, compute)
+        parts, unfit = list[Computed](), self._lost_rows(plan)
+        if not self.model.state_bytes:
+            parts, unfit = out_of_memory.compute_in_parts(passes, table, compute)
         for part in parts:
             table.advance(part.plan.computed)
         outputs = [self._write(part) for part in parts]
         for row, request_id in zip(unfit, table.ids(unfit), strict=True):
             gets_token = request_id in plan.request_ids
-            outputs.append(out_of_memory.failure(request_id, int(table.lens[row]), gets_token))
+            known, was_alone = int(table.lens[row]), not self.model.state_bytes
+            outputs.append(out_of_memory.failure(request_id, known, gets_token, was_alone))
         table.release(unfit)
         failed.update(unfit)
         logger.warning(

@@ -130,12 +130,14 @@ def merged(outputs: Sequence[pb.StepResponse]) -> pb.StepResponse:
     return whole
 
 
-def failure(request_id: int, num_tokens: int, gets_token: bool) -> pb.StepResponse:
-    """The output for a request that did not fit alone, after `num_tokens` computed tokens;
-    gets_token: the step was to sample a token, and a meaningless one takes its place."""
+def failure(request_id: int, num_tokens: int, gets_token: bool, was_alone: bool) -> pb.StepResponse:
+    """The output for a request that did not fit, after `num_tokens` computed tokens; was_alone: not
+    even alone; gets_token: the step was to sample a token, and a meaningless one takes its
+    place."""
+    how = "though it was computed alone, behind" if was_alone else "and its state is lost, behind"
     sentence = (
-        f"there is not enough memory for this request, though it was computed alone, behind "
-        f"{num_tokens} of its tokens; shorten it, or decrease --max-batch-total-tokens"
+        f"there is not enough memory for this request, {how} {num_tokens} of its tokens; shorten "
+        "it, or decrease --max-batch-total-tokens"
     )
     output = pb.StepResponse(errors=[pb.RequestError(request_id=request_id, message=sentence)])
     if gets_token:

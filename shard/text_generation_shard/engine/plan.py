@@ -103,7 +103,14 @@ class Plan:
         fixed = self._fixed
         if fixed.is_stopping.is_set():
             raise OwnError("the shard is stopping")
-        return forward_batch(scheduled, fixed.table, fixed.upload, fixed.length_rule, tables)
+        return forward_batch(
+            scheduled=scheduled,
+            table=fixed.table,
+            upload=fixed.upload,
+            length_rule=fixed.length_rule,
+            keeps_states=fixed.model.state_bytes > 0,
+            tables=tables,
+        )
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """See StepPlan."""

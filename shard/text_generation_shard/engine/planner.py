@@ -80,7 +80,8 @@ class Planner:
             if not len(rows):
                 return None
         num_drafted = None
-        if step.speculate:
+        # A state can not be taken back behind wrong draft tokens.
+        if step.speculate and not self._fixed.model.state_bytes:
             num_tokens = len(rows) + sum(end - start for start, end in inputs.values())
             num_drafted = self._draft(rows, step.speculate, num_tokens)
         starts = table.lens[rows]

@@ -7,6 +7,7 @@ from text_generation_proto import pb
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
+from text_generation_shard.device.forward import RowState
 from text_generation_shard.engine.step import NewRequest, PooledOutput, PromptLogprobs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.constraint import Constraint
@@ -22,10 +23,16 @@ class RowTable:
     """
 
     def __init__(
-        self, capacity: int, max_total_tokens: int, block_size: int, num_cache_blocks: int
+        self,
+        capacity: int,
+        max_total_tokens: int,
+        block_size: int,
+        num_cache_blocks: int,
+        num_snapshots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.num_cache_blocks = num_cache_blocks
+        self.num_snapshots = num_snapshots
         self.max_total_tokens = max_total_tokens
         width = -(-(max_total_tokens + 1) // block_size)
         self.lens: Ints = np.zeros(capacity, dtype=np.int64)
@@ -118,6 +125,7 @@ class RowTable:
                 f"{self.max_total_tokens} at most"
             )
         self._check_block(request.id, max(request.block_table, default=0))
+        self._check_snapshots(request)
         if request.id in self._rows:
             raise BatchError(f"request {request.id} is running already")
         if not self._free:
@@ -128,6 +136,22 @@ class RowTable:
             raise BatchError(
                 f"request {request_id}: there is no block {block}, the cache has "
                 f"{self.num_cache_blocks}"
+            )
+
+    def _check_snapshots(self, request: NewRequest) -> None:
+        positions = [request.num_cached_tokens, *(position for position, _ in request.stores)]
+        used = [place for _, place in request.stores]
+        used += [] if request.snapshot is None else [request.snapshot]
+        is_ascending = positions == sorted(set(positions))
+        if not is_ascending or positions[-1] > len(request.input_ids):
+            raise BatchError(
+                f"request {request.id}: its state can not be stored after {positions[1:]} of "
+                f"{len(request.input_ids)} tokens, {positions[0]} of which are cached"
+            )
+        if max(used, default=-1) >= self.num_snapshots:
+            raise BatchError(
+                f"request {request.id}: there is no snapshot {max(used)}, there is room for "
+                f"{self.num_snapshots}"
             )
 
     def release(self, rows: Sequence[int]) -> None:
@@ -231,6 +255,18 @@ class RowTable:
     def is_unfinished(self, rows: Ints) -> Flags:
         """Whether the input of each row is incomplete: [R]."""
         return self.lens[rows] < self.input_lens[rows]
+
+    def states(self, scheduled: ScheduledTokens) -> tuple[RowState, ...]:
+        """See ForwardBatch.states."""
+        columns = scheduled.rows.tolist(), scheduled.starts.tolist(), scheduled.ends.tolist()
+        return tuple(map(self._state, *columns))
+
+    def _state(self, row: int, start: int, end: int) -> RowState:
+        request = self._requests[row]
+        assert request is not None, "only running rows are computed"
+        is_first = start == request.num_cached_tokens
+        stores = tuple(pair for pair in request.stores if start < pair[0] <= end)
+        return RowState(row, is_first, request.snapshot if is_first else None, stores)
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """The cache slots of the tokens at `positions` of `rows`: all [T]."""

@@ -50,6 +50,10 @@ class NewRequest:
     pooling: pb.Pooling = pb.POOLING_NONE
     # Tokens whose log-probabilities as the first new token are returned.
     score_token_ids: Sequence[int] = ()
+    # The snapshot that the row's state begins from; None: it begins empty.
+    snapshot: int | None = None
+    # (number of tokens, snapshot): the state after them is stored as this snapshot.
+    stores: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def of(cls, message: pb.Request, grammar: Grammar | None) -> "NewRequest":
@@ -58,6 +62,7 @@ class NewRequest:
         chooser, stopping = message.parameters, message.stopping_parameters
         bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
         values = {name: getattr(chooser, name) for name in _SAMPLING}
+        stores = zip(message.snapshot_positions, message.snapshot_places, strict=True)
         return cls(
             id=message.id,
             input_ids=list(message.input_ids),
@@ -75,6 +80,8 @@ class NewRequest:
             chunk_len=message.chunk_len,
             pooling=message.pooling,
             score_token_ids=list(message.score_token_ids),
+            snapshot=message.snapshot if message.HasField("snapshot") else None,
+            stores=list(stores),
         )
 
     @property

@@ -28,6 +28,9 @@ _MIB = 1 << 20
 # Bytes per choice and vocabulary entry when sampling with all parameters: float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
+# The share of the cache's memory that snapshots of states get at most. A guess that leaves nearly
+# all of it to blocks; a prompt stores two snapshots at most, and has many blocks.
+_SNAPSHOT_SHARE = 1 / 8
 
 
 def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
@@ -42,18 +45,25 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
     spare = device.num_spare_blocks * shape.block_bytes
     # All ranks use the number of blocks of the rank with the least memory.
     available = max(0, _least(world, budget.cache, device) - spare)
+    state_bytes = model.state_bytes
+    fitting = int(available * _SNAPSHOT_SHARE) // state_bytes if state_bytes else 0
+    available -= fitting * state_bytes
     num_blocks, max_total = cache_size(shape, limits, available, model.config.max_position)
+    # A snapshot is of the state at the end of a block.
+    num_snapshots = min(fitting, num_blocks)
     tokens, rows = limits.max_prefill_tokens, limits.max_batch_size
-    engine.use_table(rows, max_total, num_blocks, tokens)
+    engine.use_table(rows, max_total, num_blocks, tokens, num_snapshots)
     cache_bytes = _allocate(engine, shape, num_blocks)
     measured = measure(engine, tokens, rows, max_total)
     # Decisions depend on costs, and must be the same on all ranks.
     costs = Costs(*world.broadcast(np.array(measured)).tolist())
     engine.set_costs(costs)
     blocks = f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}"
+    snapshots = f"{num_snapshots} snapshots; those of rows are activations"
     for name, size, note in (
         ("weights", engine.weights_bytes, ""),
         ("KV cache", cache_bytes, blocks),
+        *([("states", num_snapshots * state_bytes, snapshots)] if state_bytes else []),
         ("activations", budget.step, f"{tokens} prompt tokens beside {rows} rows"),
         ("graphs", budget.graphs, ""),
     ):
@@ -68,6 +78,7 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
         prefill_token_ns=costs.token_ns,
         # With sliding windows the cost stops growing with the context.
         prefill_context_ns=0 if model.has_windows else costs.context_ns,
+        num_snapshots=num_snapshots,
     )
 
 
@@ -88,6 +99,7 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) 
     """The memory for the KV cache, and for the largest step beside it."""
     model, attention = engine.model, engine.model.attention
     rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
+    state_bytes = model.state_bytes
 
     def run_largest() -> None:
         # Of one request: the size of the cache is not known yet.
@@ -101,13 +113,15 @@ def _memory_budget(engine: Engine, shape: CacheShape, limits: pb.WarmupRequest) 
             for largest in reversed(found):
                 engine.use_table(rows, largest.context, 1, tokens)
                 profile_memory(engine, largest)
+            if state_bytes:
+                engine.model.make_states(0, 0)  # they are a part of the largest step
         except OUT_OF_MEMORY as error:
             raise ModelError(
                 f"Not enough memory to handle {tokens} prefill tokens beside {rows} requests. "
                 "You need to decrease `--max-batch-prefill-tokens` or `--max-batch-size`"
             ) from error
 
-    workspace = attention.workspace_bytes(shape)
+    workspace = attention.workspace_bytes(shape) + rows * state_bytes
     estimate = activation_bytes(model, engine.device.dtype, limits) + workspace
     return engine.device.free_bytes(estimate, run_largest)
 
