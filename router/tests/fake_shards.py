@@ -64,6 +64,8 @@ class Row:
     # Whether nothing of its prompt was told yet.
     owes_prompt: bool
     is_long: bool
+    # By number of tokens: where the state after them is stored.
+    stores: dict[int, int]
 
     @property
     def left(self) -> int:
@@ -91,6 +93,7 @@ class FakeShards:
     after the other. `draft` makes the drafts: most are right, and wrong ones are written too.
     `hook` runs before each call and may wait or raise. `calls` lists the calls in order, `passes`
     the tokens that each step computed by request; `num_computed` counts the tokens of all prompts.
+    With `num_snapshots` rows have states: `snapshots` maps each to the number of its text.
     A script that is a list is written over and over. Log-probabilities: -0.1 × the place of a
     token, -0.25 in a prompt, -0.5 for each of the likeliest ids, which are 0, 1, …
     """
@@ -101,6 +104,8 @@ class FakeShards:
     script: Callable[[Sequence[int], int], int] | Sequence[int] = letters
     hook: Callable[[str], Awaitable[None]] | None = None
     recompute_at: int | None = None
+    num_snapshots: int | None = None
+    snapshots: dict[int, int] = field(default_factory=dict)
     step_ns: int = 1000
     token_ns: int = 0
     batches: dict[int, dict[int, Row]] = field(default_factory=dict)
@@ -265,9 +270,25 @@ class FakeShards:
         is_new = not entry.token_ids
         is_long = self.recompute_at is not None and len(ids) > self.recompute_at
         self.requests.append(entry.request)
-        row = Row(entry.request, ids, table, num_cached, num_cached, len(ids), [], is_new, is_long)
+        row = Row(
+            *(entry.request, ids, table, num_cached, num_cached, len(ids), [], is_new, is_long),
+            stores=dict(entry.stores),
+        )
         self._extend_path(row)
+        self._check_state(row, entry.snapshot)
         return row
+
+    def _check_state(self, row: Row, snapshot: int | None) -> None:
+        """The row's state begins where its cached tokens end, and is stored at ends of blocks."""
+        if self.num_snapshots is None:
+            assert snapshot is None and not row.stores
+            return
+        held = [self.snapshots[snapshot]] if snapshot is not None else []
+        assert held == row.path[max(0, row.num_cached - 1) : row.num_cached], "another's state"
+        assert all(0 <= place < self.num_snapshots for place in row.stores.values())
+        positions = list(row.stores)
+        assert positions == sorted(positions) and not any(p % self.block_size for p in positions)
+        assert all(row.num_cached < position < len(row.ids) for position in positions)
 
     def _extend_path(self, row: Row) -> None:
         """Numbers for all its tokens: equal numbers are equal texts of the same kind and salt."""
@@ -319,6 +340,9 @@ class FakeShards:
                 self._extend_path(row)
             end = len(row.ids) if ends else row.num_computed + part
             self._write(request_id, row, row.num_computed, end, draft_tokens, rows, readers, new)
+            for position, place in row.stores.items():
+                if row.num_computed < position <= end:
+                    self.snapshots[place] = row.path[position - 1]
             row.num_computed = end
             self._check_memory(row)
             if not ends and end > (limit := self.unfit.get(request_id, sys.maxsize)):

@@ -169,9 +169,8 @@ def make_rig(
     """A batcher that does not run yet; see `make_limits`."""
     shards = shards or FakeShards()
     metrics = Metrics(100, 200)
-    scheduler_limits = make_limits(
-        shards.num_blocks, **({"recompute_at": shards.recompute_at} | limits)
-    )
+    own = {"recompute_at": shards.recompute_at, "num_snapshots": shards.num_snapshots}
+    scheduler_limits = make_limits(shards.num_blocks, **(own | limits))
     watch = watched(shards)
     batcher = Batcher(watch, make_tokenizer(), metrics, scheduler_limits)
     return Rig(batcher, shards, watch, metrics)

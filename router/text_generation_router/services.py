@@ -172,7 +172,7 @@ def assemble(
     """The services for shards that are warm."""
     limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
-    _warn_of_no_effect(config)
+    _warn_of_no_effect(config, info)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
     num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
@@ -282,7 +282,9 @@ def _scheduler_limits(
         prompt_scaled_at=info.prompt_scaled_at,
         shares_prefixes=not config.disable_prefix_caching,
         chunks_prompts=not config.disable_prefill_chunking,
-        speculate=config.speculate,
+        num_snapshots=warmup.num_snapshots if info.keeps_state else None,
+        # A state can not be taken back behind wrong draft tokens.
+        speculate=0 if info.keeps_state else config.speculate,
         runs_ahead=info.spares_core,
         costs=StepCosts(
             warmup.decode_step_ns,
@@ -294,7 +296,7 @@ def _scheduler_limits(
     )
 
 
-def _warn_of_no_effect(config: RouterConfig) -> None:
+def _warn_of_no_effect(config: RouterConfig, info: ShardInfo) -> None:
     """Logs which of the given flags have no effect."""
     defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
     ratios = (defaults.waiting_served_ratio, LAUNCHER_WAITING_SERVED_RATIO)
@@ -304,6 +306,12 @@ def _warn_of_no_effect(config: RouterConfig) -> None:
         logger.warning(
             "--waiting-served-ratio and --max-waiting-tokens have no effect with prefill chunking, "
             "which pauses no request; turn it off with --disable-prefill-chunking"
+        )
+    if info.keeps_state and config.speculate:
+        logger.warning(
+            "--speculate %d has no effect: this model keeps a state per request, which can not be "
+            "taken back behind wrong draft tokens",
+            config.speculate,
         )
 
 

@@ -230,20 +230,22 @@ class FilterBatchResponse(_message.Message):
     def __init__(self, batch: _Optional[_Union[CachedBatch, _Mapping]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "number")
+    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "number", "num_snapshots")
     MAX_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     max_prefill_tokens: int
     max_batch_size: int
     max_input_tokens: int
     max_total_tokens: int
     max_batch_total_tokens: int
     number: int
-    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    num_snapshots: int
+    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., number: _Optional[int] = ..., num_snapshots: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
     __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns", "prefill_context_ns", "rank_deadline_ms", "num_snapshots")

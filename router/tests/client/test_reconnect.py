@@ -97,6 +97,7 @@ async def test_the_socket_of_before_is_not_asked(place: Place) -> None:
         "max_input_tokens": WARMUP.max_input_tokens,
         "max_total_tokens": WARMUP.max_total_tokens,
         "max_batch_total_tokens": WARMUP.num_blocks * INFO.block_size,
+        "num_snapshots": WARMUP.num_snapshots,
     }
 
 
@@ -105,6 +106,7 @@ async def test_the_socket_of_before_is_not_asked(place: Place) -> None:
     [
         (lambda: FakeShards(shard_info=replace(INFO, dtype="int8")), "they have dtype 'int8'"),
         (lambda: FakeShards(capacity=replace(WARMUP, num_blocks=7)), "they have 7 KV blocks"),
+        (lambda: FakeShards(capacity=replace(WARMUP, num_snapshots=7)), "have 7 snapshots of sta"),
     ],
 )
 async def test_others_are_refused(

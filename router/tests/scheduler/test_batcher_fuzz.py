@@ -63,6 +63,7 @@ _LIMITS = st.fixed_dictionaries(
         # For steps of 1.1 µs: parts of 1 block, of 2 to 4, or no target.
         "costs": st.sampled_from([StepCosts(), StepCosts(1100, 1, 100), StepCosts(1100, 1, 1000)]),
         "recompute_at": st.sampled_from([None, None, 9, 18]),
+        "num_snapshots": st.sampled_from([None, None, 0, 1, 3, 8]),
     }
 )
 
@@ -86,6 +87,8 @@ _TURNS = st.sampled_from([1, 1, 5, 8])
 def test_every_request_gets_its_ending(
     events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int
 ) -> None:
+    if limits["num_snapshots"] is not None:
+        limits["recompute_at"], limits["speculate"] = None, 0
     if limits["recompute_at"] is not None:
         limits["speculate"] = 0  # the fake does not draft across the limit
     asyncio.run(_play(events, num_blocks, limits, turns))
@@ -100,6 +103,7 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
         max_rows=limits["max_batch_size"],
         script=script,
         recompute_at=limits["recompute_at"],
+        num_snapshots=limits["num_snapshots"],
         turns=turns,
         token_ns=limits["costs"].prefill_token_ns,
     )

@@ -277,11 +277,14 @@ async def test_losses_at_any_time(seed: int) -> None:
         "max_batch_total_tokens": 96,
         "speculate": draw.choice([0, 0, 2]),
         "runs_ahead": draw.random() < 0.5,
+        "num_snapshots": draw.choice([None, 2, 6]),
     }
+    if limits["num_snapshots"] is not None:
+        limits["speculate"] = 0
     async with world(**limits) as w:
 
         def make() -> Mortal:
-            shards = Mortal(num_blocks=24)
+            shards = Mortal(num_blocks=24, num_snapshots=limits["num_snapshots"])
             left = draw.randrange(2, 40)
 
             async def hook(method: str) -> None:
@@ -294,7 +297,7 @@ async def test_losses_at_any_time(seed: int) -> None:
             return shards
 
         w.make = make
-        w.lives[0].num_blocks = 24
+        w.lives[0].num_blocks, w.lives[0].num_snapshots = 24, limits["num_snapshots"]
         w.lives[0].hook = make().hook
 
         async def client(number: int) -> None:

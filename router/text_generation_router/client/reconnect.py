@@ -102,12 +102,12 @@ class Reconnection:
             max_input_tokens=self._warmup.max_input_tokens,
             max_total_tokens=self._warmup.max_total_tokens,
             max_batch_total_tokens=self._warmup.num_blocks * self._info.block_size,
+            num_snapshots=self._warmup.num_snapshots,
         )
-        if warmup.num_blocks != self._warmup.num_blocks:
-            raise GenerationError(
-                f"they have {warmup.num_blocks} KV blocks, the old ones had "
-                f"{self._warmup.num_blocks}"
-            )
+        for name, kind in (("num_blocks", "KV blocks"), ("num_snapshots", "snapshots of states")):
+            new, old = getattr(warmup, name), getattr(self._warmup, name)
+            if new != old:
+                raise GenerationError(f"they have {new} {kind}, the old ones had {old}")
 
     def _check_info(self, info: ShardInfo) -> None:
         for name in ShardInfo.__slots__:

@@ -128,6 +128,7 @@ class ShardedClient:
         max_input_tokens: int | None = None,
         max_total_tokens: int | None = None,
         max_batch_total_tokens: int | None = None,
+        num_snapshots: int | None = None,
     ) -> WarmupResult:
         """Allocates the KV cache; None leaves a limit to the shards. All in tokens or rows."""
         request = pb.WarmupRequest(
@@ -136,6 +137,7 @@ class ShardedClient:
             max_input_tokens=max_input_tokens,
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=max_batch_total_tokens,
+            num_snapshots=num_snapshots,
             number=self._next_number(),
         )
         responses = await self._all_soon(stub.Warmup(request) for stub in self._stubs)

@@ -1,13 +1,23 @@
 """Which KV blocks an entry holds, shares and still needs."""
 
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import SchedulerLimits
 from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache, Tokens
 
-SharedBlocks = tuple[list[int], Chain | None]
+
+class SharedBlocks(NamedTuple):
+    """The cached blocks that an entry would share."""
+
+    block_ids: list[int]
+    chain: Chain | None
+    # The snapshot of the state behind them, and how many tokens of its text are cached at all: the
+    # place where it branches off. For models that keep a state per row.
+    snapshot: int | None = None
+    num_known: int = 0
 
 
 class EntryBlocks:
@@ -23,7 +33,8 @@ class EntryBlocks:
             )
         self._limits = limits
         self.allocator = BlockAllocator(num_blocks, limits.block_size, limits.shares_prefixes)
-        self.cache = PrefixCache(self.allocator)
+        self._keeps_state = limits.num_snapshots is not None
+        self.cache = PrefixCache(self.allocator, limits.num_snapshots or 0)
 
     # ---- Before an entry runs ----
 
@@ -34,20 +45,39 @@ class EntryBlocks:
         """
         allocator, salt = self.allocator, self._salt(entry)
         shared: list[int] = []
-        chain = None if salt is None else Chain(salt)
+        chain, snapshot, num_known = None if salt is None else Chain(salt), None, 0
         if salt is not None and not entry.needs_all_computed:
             # The last token is always computed: its output is the next token.
             blocks = entry.full_blocks(0, entry.num_tokens - 1, self._limits.block_size)
             shared, chain = self.cache.match(salt, blocks, pending)
+            if self._keeps_state:
+                num_known = chain.num_blocks * self._limits.block_size
+                snapshot = self.cache.snapshots.cut_back(chain)
+                del shared[chain.num_blocks :]
         num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
         if allocator.num_free - allocator.num_idle(shared) - num_new < num_running:
             return None
-        return shared, chain
+        return SharedBlocks(shared, chain, snapshot, num_known)
 
     def assign(self, entry: Entry, found: SharedBlocks) -> None:
         """Gives an entry the blocks that `find` has returned, and new ones for the rest."""
-        shared, entry.chain = found
-        entry.block_table = self.allocator.allocate(entry.num_tokens + 1, shared)
+        entry.chain, entry.snapshot = found.chain, found.snapshot
+        entry.block_table = self.allocator.allocate(entry.num_tokens + 1, found.block_ids)
+        if self._keeps_state and entry.chain is not None:
+            self._promise_snapshots(entry, entry.chain, found.num_known)
+
+    def _promise_snapshots(self, entry: Entry, chain: Chain, num_known: int) -> None:
+        """Has an entry store its state where its text branches off from known ones, and behind the
+        last block of its prompt, from where the same prompt or a longer one can go on."""
+        snapshots, block_size = self.cache.snapshots, self._limits.block_size
+        if entry.snapshot is not None:
+            snapshots.use(entry.snapshot)
+        last = (len(entry.request.input_ids) - 1) // block_size * block_size
+        for position in sorted({num_known, last}):
+            if position <= chain.num_blocks * block_size:
+                continue
+            if (snapshot := snapshots.promise()) is not None:
+                entry.stores[position] = snapshot
 
     def _salt(self, entry: Entry) -> Hashable:
         """What the KV of an entry depends on beyond its tokens; None: it shares no blocks. For
@@ -67,7 +97,8 @@ class EntryBlocks:
 
     def expect(self, entry: Entry, chunk: int, pending: PendingBlocks) -> None:
         """Adds the blocks that the next step fills with `chunk` tokens of this entry."""
-        if (chain := entry.chain) is not None:
+        # The state behind pending blocks is not known before they are computed.
+        if (chain := entry.chain) is not None and not self._keeps_state:
             unknown = self._unknown(entry, chain, entry.num_computed + chunk)
             self.cache.expect(chain, *unknown, pending)
 
@@ -76,7 +107,18 @@ class EntryBlocks:
         chain = entry.chain
         if chain is None or entry.num_computed // self._limits.block_size <= chain.num_blocks:
             return
+        for position in [each for each in entry.stores if each <= entry.num_computed]:
+            self._publish_snapshot(entry, chain, position)
         self.cache.publish(chain, *self._unknown(entry, chain, entry.num_computed))
+
+    def _publish_snapshot(self, entry: Entry, chain: Chain, position: int) -> None:
+        """Adds the blocks before `position`, and the snapshot that is stored of the state there."""
+        self.cache.publish(chain, *self._unknown(entry, chain, position))
+        snapshot = entry.stores.pop(position)
+        if chain.num_blocks * self._limits.block_size == position:
+            self.cache.snapshots.keep(chain, snapshot)
+        else:  # a block before is forgotten
+            self.cache.snapshots.give_back(snapshot)
 
     def _unknown(
         self, entry: Entry, chain: Chain, num_tokens: int
@@ -117,4 +159,7 @@ class EntryBlocks:
         """Takes all blocks of an entry back. No step in flight may write to them."""
         assert entry.block_table is not None
         self.allocator.release(entry.block_table)
-        entry.block_table = entry.chain = None
+        for snapshot in entry.stores.values():
+            self.cache.snapshots.give_back(snapshot)
+        entry.block_table = entry.chain = entry.snapshot = None
+        entry.stores = {}

@@ -28,6 +28,8 @@ class SchedulerLimits:
     recompute_at: int | None = None
     # The KV of a longer prompt depends on its length; None: it never does.
     prompt_scaled_at: int | None = None
+    # Snapshots of the states that the model keeps per row; None: it keeps none.
+    num_snapshots: int | None = None
     # Requests share the blocks of equal beginnings.
     shares_prefixes: bool = True
     # A prompt is computed in several steps if it would delay decoding rows.

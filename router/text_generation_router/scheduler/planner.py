@@ -279,7 +279,7 @@ class Planner:
         found = self.blocks.find(entry, pending, num_running)
         if found is None:
             return False
-        num_cached = len(found[0]) * self._limits.block_size
+        num_cached = len(found.block_ids) * self._limits.block_size
         left, may_split = entry.num_tokens - num_cached, self._limits.chunks_prompts
         chunk = self._chunk(num_cached, left, budget, is_first, may_split)
         if not chunk:

@@ -2,9 +2,11 @@
 
 The key of a full block is its tokens and the block before it, back to the beginning of the text.
 Keys are compared in full, not by hash: two texts share a block only if all tokens up to its end are
-equal.
+equal. Of a model that keeps a recurrent state per row, blocks are of use up to one whose end has a
+snapshot of the state.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ class _Node:
     key: tuple[Hashable, Tokens]
     block_id: int
     is_known: bool = True
+    # The snapshot of the state at its end.
+    snapshot: int | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +43,53 @@ class Chain:
 PendingBlocks = dict[tuple[Hashable, Tokens], tuple[object, int]]
 
 
+class Snapshots:
+    """Owns the ids 0 … num_snapshots - 1: each is free, promised to an entry, which stores it, or
+    of a cached block. Where none is free, the one that was used least recently is reused."""
+
+    def __init__(self, num_snapshots: int) -> None:
+        self._free = list(reversed(range(num_snapshots)))
+        # Least recently used first.
+        self._nodes: OrderedDict[int, _Node] = OrderedDict()
+
+    def cut_back(self, chain: Chain) -> int | None:
+        """Shortens a chain of known blocks to the last one with a snapshot, which it returns; None:
+        no block has one."""
+        while isinstance(node := chain.tail, _Node):
+            if node.snapshot is not None:
+                return node.snapshot
+            chain.tail, chain.num_blocks = node.key[0], chain.num_blocks - 1
+        return None
+
+    def promise(self) -> int | None:
+        """An id for a state that will be stored; None: all are promised."""
+        if self._free:
+            return self._free.pop()
+        if not self._nodes:
+            return None
+        snapshot, node = self._nodes.popitem(last=False)
+        node.snapshot = None
+        return snapshot
+
+    def keep(self, chain: Chain, snapshot: int) -> None:
+        """The promised state is stored: that at the end of a chain of known blocks."""
+        node = chain.tail
+        assert isinstance(node, _Node), "it is behind a block"
+        if node.snapshot is None:
+            node.snapshot, self._nodes[snapshot] = snapshot, node
+        else:
+            self.give_back(snapshot)
+
+    def use(self, snapshot: int) -> None:
+        """A state begins from it: it was used last."""
+        self._nodes.move_to_end(snapshot)
+
+    def give_back(self, snapshot: int) -> None:
+        """A promised one is not stored, or a block with one is forgotten."""
+        self._nodes.pop(snapshot, None)
+        self._free.append(snapshot)
+
+
 class PrefixCache:
     """Owns the knowledge of which tokens are in the blocks; the BlockAllocator owns the blocks.
 
@@ -48,8 +99,10 @@ class PrefixCache:
     forgotten when they have been idle for the longest.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator, num_snapshots: int = 0) -> None:
         self._allocator = allocator
+        self.snapshots = Snapshots(num_snapshots)
+        """Those of its blocks."""
         allocator.forget = self._forget
         self._by_key: dict[tuple[Hashable, Tokens], _Node] = {}
         self._by_block: dict[int, _Node] = {}
@@ -121,3 +174,6 @@ class PrefixCache:
         node = self._by_block.pop(block_id)
         del self._by_key[node.key]
         node.is_known, node.key = False, (None, b"")
+        if node.snapshot is not None:
+            self.snapshots.give_back(node.snapshot)
+            node.snapshot = None

@@ -47,7 +47,9 @@ def warm_up(engine: Engine, limits: pb.WarmupRequest) -> pb.WarmupResponse:
     available = max(0, _least(world, budget.cache, device) - spare)
     state_bytes = model.state_bytes
     fitting = int(available * _SNAPSHOT_SHARE) // state_bytes if state_bytes else 0
-    available -= fitting * state_bytes
+    if limits.HasField("num_snapshots"):
+        fitting = limits.num_snapshots
+    available = max(0, available - fitting * state_bytes)
     num_blocks, max_total = cache_size(shape, limits, available, model.config.max_position)
     # A snapshot is of the state at the end of a block.
     num_snapshots = min(fitting, num_blocks)

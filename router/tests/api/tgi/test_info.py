@@ -27,6 +27,7 @@ def features_of(directory: Path, info: dict[str, Any], **options: Any) -> dict[s
         ("prefix_caching", {"prompt_scaled_at": 512}, {}, "on: but prompts of more than 512 tok"),
         ("prefill_chunking", {}, {"disable_prefill_chunking": True}, "off: --disable-prefill-ch"),
         ("speculation", {}, {"speculate": 3}, "on: up to 3 draft tokens"),
+        ("speculation", {"keeps_state": True}, {"speculate": 3}, "off: this model keeps a state"),
         ("async_scheduling", {}, {}, "off: the model computes on every core"),
         ("async_scheduling", {"spares_core": True}, {}, "on$"),
         ("async_scheduling", {"spares_core": True}, {"speculate": 3}, "on$"),
@@ -60,6 +61,22 @@ def test_settings_without_effect(
 ) -> None:
     assemble_scripted(tmp_path, **options)
     assert ("have no effect with prefill chunking" in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize(("num_snapshots", "said"), [(0, "off: there is no mem"), (5, "on: behi")])
+def test_a_model_with_states_drafts_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_snapshots: int, said: str
+) -> None:
+    plain = assemble_scripted(tmp_path, speculate=3)
+    assert plain.scheduler_limits.num_snapshots is None and not caplog.messages
+    services = assemble(
+        *(plain.config, plain.shards, plain.tokenizer, replace(plain.info, keeps_state=True)),
+        *(WarmupResult(1024, 100, 200, 0, 0, num_snapshots=num_snapshots), plain.templates),
+    )
+    limits = services.scheduler_limits
+    assert (limits.num_snapshots, limits.speculate) == (num_snapshots, 0)
+    assert "--speculate 3 has no effect: this model keeps a state per request" in caplog.text
+    assert features(services)["prefix_caching"].startswith(said)
 
 
 def test_costs_of_steps_are_those_of_the_warmup(tmp_path: Path) -> None:

@@ -26,11 +26,7 @@ def features(services: Services) -> dict[str, str]:
         "prefill_chunking": _unless(
             config.disable_prefill_chunking, "--disable-prefill-chunking was given"
         ),
-        "speculation": (
-            f"on: up to {config.speculate} draft tokens per request and step"
-            if config.speculate
-            else "off: start with --speculate N"
-        ),
+        "speculation": _speculation(services),
         "async_scheduling": _unless(
             not shard.spares_core,
             "the model computes on every core, and the router's work would delay it",
@@ -49,6 +45,14 @@ def features(services: Services) -> dict[str, str]:
     }
 
 
+def _speculation(services: Services) -> str:
+    if services.info.keeps_state:
+        return "off: this model keeps a state per request, which wrong draft tokens would change"
+    if num_tokens := services.config.speculate:
+        return f"on: up to {num_tokens} draft tokens per request and step"
+    return "off: start with --speculate N"
+
+
 def _prefix_caching(services: Services) -> str:
     shard = services.info
     if services.config.disable_prefix_caching:
@@ -63,6 +67,10 @@ def _prefix_caching(services: Services) -> str:
             f"on: but prompts of more than {shard.prompt_scaled_at} tokens share only with prompts "
             "as long, because this model stretches its context by their length"
         )
+    if (num_snapshots := services.scheduler_limits.num_snapshots) is not None:
+        if not num_snapshots:
+            return "off: there is no memory for a snapshot of the state that this model keeps"
+        return f"on: behind one of {num_snapshots} snapshots of the state that this model keeps"
     return "on"
 
 
