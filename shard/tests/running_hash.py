@@ -16,6 +16,7 @@ class RunningHash:
     """Wraps a loaded model. The state of a row is the hash of its tokens so far."""
 
     state_bytes = 8
+    is_recordable = False
     states: list[int]
     snapshots: list[int | None]
 
@@ -26,12 +27,9 @@ class RunningHash:
         self._vectors = 3 * torch.randn(size, generator=generator)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "weights":  # it is not computed as one program
+            raise AttributeError
         return getattr(self._model, name)
-
-    @property
-    def weights(self) -> None:
-        """It is not computed as one program."""
-        raise AttributeError
 
     def make_states(self, num_rows: int, num_snapshots: int) -> None:
         # Not the empty state, which is 0: what is left in a row must not matter.
