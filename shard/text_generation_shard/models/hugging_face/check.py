@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device.base import Device
-from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.device.forward import ForwardBatch, RowState
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.hugging_face.model import TransformersModel
 
@@ -39,6 +39,7 @@ def check(model: TransformersModel, device: Device) -> None:
     size = model.attention.block_size
     num_blocks = -(-count // size)
     model.attention.allocate(model.cache_shape, num_blocks + device.num_spare_blocks)
+    model.make_states(1, 0)
     # Blocks in reverse order, as a cache in use has them in any.
     table = torch.arange(num_blocks, device=here).flip(0)[None]
 
@@ -55,6 +56,7 @@ def check(model: TransformersModel, device: Device) -> None:
             host_context_lens=(end,),
             logits_indices=None,
             is_decode=end == start + 1,
+            states=(RowState(0, is_first=start == 0),) if model.state_bytes else None,
         )
         return model.logits(model.forward(batch))
 

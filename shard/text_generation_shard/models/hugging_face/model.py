@@ -1,6 +1,8 @@
 """A decoder whose modules are transformers' and whose attention, cache and products are ours."""
 
 import inspect
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,12 @@ import transformers
 from torch import Tensor, nn
 
 from text_generation_shard.device.base import Device
-from text_generation_shard.device.forward import Attention, CacheShape, ForwardBatch
+from text_generation_shard.device.forward import (
+    Attention,
+    CacheShape,
+    ForwardBatch,
+    RowState,
+)
 from text_generation_shard.errors import UnsupportedError
 from text_generation_shard.models.base import Implementation
 from text_generation_shard.models.hugging_face.attention import (
@@ -21,6 +28,12 @@ from text_generation_shard.models.hugging_face.attention import (
 )
 from text_generation_shard.models.hugging_face.config import ATTENDING, TransformersConfig
 from text_generation_shard.models.hugging_face.loading import load
+from text_generation_shard.models.hugging_face.states import (
+    Part,
+    PassStates,
+    RowStates,
+    parts_of,
+)
 
 
 class TransformersModel:
@@ -32,7 +45,6 @@ class TransformersModel:
     length_rule: str | None = None
     recompute_at: int | None = None
     prompt_scaled_at: int | None = None
-    state_bytes = 0
 
     def __init__(
         self,
@@ -52,19 +64,22 @@ class TransformersModel:
         # Stands for the base model while scores are computed.
         self._head = _Head(self._modules.base_model)
         self._takes_positions = _takes(self._modules.base_model, "position_ids")
-        self.layers = self._probed(device)
+        # Its name in other versions of transformers.
+        new = _takes(self._modules.base_model, "cache", by_name=True)
+        self._cache_name = "cache" if new else "past_key_values"
+        self.layers, self._states = self._probed(device)
         self.attention: Attention = self.layers
         self.is_deterministic = loaded.is_packed
         self.has_windows = any(self.layers.windows)
 
-    def _probed(self, device: Device) -> LayeredAttention:
-        """The attention that the layers want. UnsupportedError: not all layers that should attend
-        call the interface."""
-        probe, text = Probe(), self.config.text
+    def _probed(self, device: Device) -> tuple[LayeredAttention, RowStates]:
+        """The attention that the layers want, and the states that they keep. UnsupportedError: not
+        all layers that should attend call the interface."""
+        probe, text, states = Probe(), self.config.text, PassStates({}, is_empty=True)
         one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._modules.set_attn_implementation(self._interface.probing_name)
         with torch.inference_mode():
-            self.run(one, one, probe)
+            self._run(one, one, probe, states)
         self._modules.set_attn_implementation(self._interface.name)
         kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
         expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
@@ -73,7 +88,8 @@ class TransformersModel:
                 f"{len(probe.calls)} layers of {self.config.architecture} attend by transformers' "
                 f"attention interface, and {len(expected)} should"
             )
-        return LayeredAttention(device, {layer: probe.calls[layer] for layer in expected})
+        calls = {layer: probe.calls[layer] for layer in expected}
+        return LayeredAttention(device, calls), RowStates(states.states)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -92,19 +108,73 @@ class TransformersModel:
     def prepare_recording(self, longest: int) -> None:
         """See Model: nothing is recorded."""
 
+    @property
+    def state_bytes(self) -> int:
+        """See LanguageModel."""
+        return self._states.nbytes
+
     def make_states(self, num_rows: int, num_snapshots: int) -> None:
-        """See LanguageModel: it keeps none."""
+        """See LanguageModel."""
+        self._states.make(num_rows, num_snapshots)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model. The last norm is in the result."""
+        if batch.states is not None:
+            return self._forward_rows(batch, batch.states)
         handler = Paged(self.layers, batch)
-        return self.run(batch.input_ids[None], batch.positions[None], handler)[0]
+        return self._run(batch.input_ids[None], batch.positions[None], handler)[0]
 
-    def run(self, input_ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
+    def _forward_rows(self, batch: ForwardBatch, states: Sequence[RowState]) -> Tensor:
+        """Rows of one token together, and the others one by one: states are not ragged."""
+        for state in states:
+            self._states.begin(state)
+        counts = [end - start for start, end in pairwise(batch.cu_seqlens_q)]
+        together = [
+            row
+            for row, count in enumerate(counts)
+            if count == 1 and not self._states.is_empty(states[row])
+        ]
+        groups = [together] if together else []
+        groups += [[row] for row in range(len(counts)) if row not in set(together)]
+        hidden: Tensor | None = None
+        for rows in groups:
+            for part in parts_of(batch, rows, [states[row] for row in rows]):
+                found = self._forward_part(part)
+                if hidden is None:
+                    hidden = found.new_empty(len(batch.input_ids), found.shape[1])
+                hidden[part.places] = found
+        assert hidden is not None, "a pass has rows"
+        return hidden
+
+    def _forward_part(self, part: Part) -> Tensor:
+        """Hidden states [T, hidden_size] of rows of one token each, or of one row."""
+        batch, found = part.batch, self._states.of(part.states)
+        shape = (len(part.states), -1)
+        handler = Paged(self.layers, batch)
+        ids, positions = batch.input_ids.view(shape), batch.positions.view(shape)
+        hidden = self._run(ids, positions, handler, found).flatten(0, 1)
+        self._states.done(part.states, found)
+        for state, end in zip(part.states, batch.host_context_lens, strict=True):
+            for position, place in state.stores:
+                if position == end:
+                    self._states.store(state, place)
+        return hidden
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        handler: Handler,
+        states: PassStates | None = None,
+    ) -> Tensor:
         """Hidden states [R, T, hidden_size] of token ids [R, T] at these positions."""
-        given = {"position_ids": positions} if self._takes_positions else {}
+        given: dict[str, Any] = {"use_cache": states is not None}
+        if self._takes_positions:
+            given["position_ids"] = positions
+        if states is not None:
+            given[self._cache_name] = states
         with self._interface.handled_by(handler):
-            out = self._modules.base_model(input_ids=input_ids, use_cache=False, **given)
+            out = self._modules.base_model(input_ids=input_ids, **given)
         found: Tensor = out.last_hidden_state
         return found
 
@@ -136,9 +206,11 @@ class TransformersModel:
         return scores
 
 
-def _takes(module: nn.Module, name: str) -> bool:
+def _takes(module: nn.Module, name: str, by_name: bool = False) -> bool:
+    """Whether a module's forward takes an argument; by_name: not only as one of any others."""
     parameters = inspect.signature(module.forward).parameters
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or (takes_any and not by_name)
 
 
 class _Head(nn.Module):
