@@ -147,6 +147,20 @@ def test_a_preempted_entry_goes_on_from_its_best_snapshot() -> None:
     assert begun(young) == (8, [12])
 
 
+def test_a_state_behind_a_forgotten_block_is_not_kept() -> None:
+    """The second writer of a text goes on behind the first's blocks, which nothing else holds."""
+    desk = desk_of(max_batch_prefill_tokens=10)
+    first, second = desk.submit([*FIRST, 1]), desk.submit([*FIRST, *range(20, 36)])
+    desk.settle(desk.plan(), ending=[first.id])
+    assert second.num_computed == 4
+    allocator = desk.planner.blocks.allocator
+    allocator.release([allocator._take() for _ in range(allocator.num_free)])
+    while second.num_computed < 16:
+        desk.step()
+    assert second.stores == {} and num_owned(desk) == 10
+    assert not desk.planner.blocks.cache.snapshots._nodes
+
+
 def test_what_is_promised_is_free_again_when_an_entry_leaves() -> None:
     desk = desk_of(**TWO_BLOCKS)
     desk.submit((1, 2, 3))

@@ -103,22 +103,14 @@ class EntryBlocks:
             self.cache.expect(chain, *unknown, pending)
 
     def publish(self, entry: Entry) -> None:
-        """Adds the blocks that are computed to the prefix cache."""
+        """Adds the blocks that are computed to the prefix cache, and the states that are stored."""
         chain = entry.chain
         if chain is None or entry.num_computed // self._limits.block_size <= chain.num_blocks:
             return
         for position in [each for each in entry.stores if each <= entry.num_computed]:
-            self._publish_snapshot(entry, chain, position)
+            self.cache.publish(chain, *self._unknown(entry, chain, position))
+            self.cache.snapshots.keep(chain, entry.stores.pop(position))
         self.cache.publish(chain, *self._unknown(entry, chain, entry.num_computed))
-
-    def _publish_snapshot(self, entry: Entry, chain: Chain, position: int) -> None:
-        """Adds the blocks before `position`, and the snapshot that is stored of the state there."""
-        self.cache.publish(chain, *self._unknown(entry, chain, position))
-        snapshot = entry.stores.pop(position)
-        if chain.num_blocks * self._limits.block_size == position:
-            self.cache.snapshots.keep(chain, snapshot)
-        else:  # a block before is forgotten
-            self.cache.snapshots.give_back(snapshot)
 
     def _unknown(
         self, entry: Entry, chain: Chain, num_tokens: int

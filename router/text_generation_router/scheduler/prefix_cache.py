@@ -72,10 +72,10 @@ class Snapshots:
         return snapshot
 
     def keep(self, chain: Chain, snapshot: int) -> None:
-        """The promised state is stored: that at the end of a chain of known blocks."""
+        """The promised state is stored: that at the end of a chain, if it is known that far."""
         node = chain.tail
         assert isinstance(node, _Node), "it is behind a block"
-        if node.snapshot is None:
+        if node.is_known and node.snapshot is None:
             node.snapshot, self._nodes[snapshot] = snapshot, node
         else:
             self.give_back(snapshot)
