@@ -106,10 +106,10 @@ def test_a_new_engine_computes_the_same_again(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"snapshot": 999}, "there is no snapshot 999, there is room for 400"),
-        ({"stores": [(16, 400)]}, "there is no snapshot 400"),
-        ({"stores": [(80, 0)]}, r"can not be stored after \[80\] of 70 tokens"),
-        ({"stores": [(32, 0), (16, 1)]}, r"can not be stored after \[32, 16\] of 70 tokens, 0 of"),
+        ({"snapshot": 999}, "begin from snapshot 999 and .*: there are 400 snapshots"),
+        ({"stores": [(16, 400)]}, r"stored as \(tokens, snapshot\) \[\(16, 400\)\]: there are 400"),
+        ({"stores": [(80, 0)]}, r"70 tokens, 0 of them cached, .* \[\(80, 0\)\]"),
+        ({"stores": [(32, 0), (16, 1)]}, r"\[\(32, 0\), \(16, 1\)\]"),
     ],
 )
 def test_snapshots_that_can_not_be_are_refused(

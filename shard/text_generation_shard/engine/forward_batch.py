@@ -102,11 +102,10 @@ def forward_batch(
     table: RowTable,
     upload: Upload,
     length_rule: str | None,
-    keeps_states: bool,
     tables: Callable[[Ints, int], Tensor] | None,
 ) -> ForwardBatch:
-    """The inputs of a pass. upload: see Device; length_rule: see RotaryEmbedding; keeps_states: the
-    model keeps a state per row; tables: see StepPlan.batch."""
+    """The inputs of a pass, without states. upload: see Device; length_rule: see RotaryEmbedding;
+    tables: see StepPlan.batch."""
     contexts = scheduled.ends.tolist()
     rows, positions = scheduled.tokens()
     if scheduled.is_decode:
@@ -141,7 +140,6 @@ def forward_batch(
         host_context_lens=tuple(contexts),
         logits_indices=None if scheduled.is_decode else indices,
         is_decode=scheduled.is_decode,
-        states=table.states(scheduled) if keeps_states else None,
     )
 
 

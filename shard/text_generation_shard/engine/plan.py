@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -103,14 +103,10 @@ class Plan:
         fixed = self._fixed
         if fixed.is_stopping.is_set():
             raise OwnError("the shard is stopping")
-        return forward_batch(
-            scheduled=scheduled,
-            table=fixed.table,
-            upload=fixed.upload,
-            length_rule=fixed.length_rule,
-            keeps_states=fixed.model.state_bytes > 0,
-            tables=tables,
-        )
+        batch = forward_batch(scheduled, fixed.table, fixed.upload, fixed.length_rule, tables)
+        if fixed.model.state_bytes:
+            batch = replace(batch, states=fixed.table.states(scheduled))
+        return batch
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """See StepPlan."""

@@ -139,19 +139,15 @@ class RowTable:
             )
 
     def _check_snapshots(self, request: NewRequest) -> None:
-        positions = [request.num_cached_tokens, *(position for position, _ in request.stores)]
-        used = [place for _, place in request.stores]
-        used += [] if request.snapshot is None else [request.snapshot]
-        is_ascending = positions == sorted(set(positions))
-        if not is_ascending or positions[-1] > len(request.input_ids):
+        begins_from, stores = request.snapshot, request.stores
+        ends = [request.num_cached_tokens, *(end for end, _ in stores)]
+        used = [-1 if begins_from is None else begins_from, *(snapshot for _, snapshot in stores)]
+        is_ascending = ends == sorted(set(ends)) and ends[-1] <= len(request.input_ids)
+        if not is_ascending or max(used) >= self.num_snapshots:
             raise BatchError(
-                f"request {request.id}: its state can not be stored after {positions[1:]} of "
-                f"{len(request.input_ids)} tokens, {positions[0]} of which are cached"
-            )
-        if max(used, default=-1) >= self.num_snapshots:
-            raise BatchError(
-                f"request {request.id}: there is no snapshot {max(used)}, there is room for "
-                f"{self.num_snapshots}"
+                f"request {request.id}: {len(request.input_ids)} tokens, {ends[0]} of them cached, "
+                f"can not begin from snapshot {begins_from} and be stored as (tokens, snapshot) "
+                f"{list(stores)}: there are {self.num_snapshots} snapshots"
             )
 
     def release(self, rows: Sequence[int]) -> None:
