@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from text_generation_shard.checkpoint.weights import weight_files
 from text_generation_shard.device.base import Device, Matrix
-from text_generation_shard.errors import ModelError
+from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,11 @@ def load(
     except ModelError:
         raise
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        if attention_name in str(error):
+            raise UnsupportedError(
+                f"{config.architecture} computes its attention in its own way, which is not "
+                "supported"
+            ) from error
         sentence = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"transformers {transformers.__version__} does not load {directory} as "

@@ -17,7 +17,7 @@ from text_generation_shard.device.forward import (
     ForwardBatch,
     RowState,
 )
-from text_generation_shard.errors import UnsupportedError
+from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.base import Implementation
 from text_generation_shard.models.hugging_face.attention import (
     Handler,
@@ -78,8 +78,16 @@ class TransformersModel:
         probe, text, states = Probe(), self.config.text, PassStates({}, is_empty=True)
         one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._modules.set_attn_implementation(self._interface.probing_name)
-        with torch.inference_mode():
-            self._run(one, one, probe, states)
+        try:
+            with torch.inference_mode():
+                self._run(one, one, probe, states)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, ModelError):
+                raise
+            raise UnsupportedError(
+                f"{self.config.architecture} can not be computed with another attention and cache "
+                f"than its own ({type(error).__name__}: {error})"
+            ) from error
         self._modules.set_attn_implementation(self._interface.name)
         kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
         expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
