@@ -69,7 +69,7 @@ class TransformersModel:
         self._cache_name = "cache" if new else "past_key_values"
         self.layers, self._states = self._probed(device)
         self.attention: Attention = self.layers
-        self.is_deterministic = loaded.is_packed
+        self.is_deterministic = loaded.is_deterministic
         self.has_windows = any(self.layers.windows)
 
     def _probed(self, device: Device) -> tuple[LayeredAttention, RowStates]:
