@@ -307,15 +307,6 @@ REFUSED: Mapping[str, Settings] = {
 """What can not be served, by model_type."""
 
 
-HYBRIDS = frozenset(
-    [
-        *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h"),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    ]
-)
-"""Names in SERVED of which some layers, or all, keep a state instead of keys and values."""
-
-
 def write_architecture(name: str, directory: Path, **overrides: Any) -> Path:
     """Write a checkpoint of SERVED or REFUSED into the directory, which it returns. Two calls
     write the same bytes. Overrides are fields of config.json."""
