@@ -370,7 +370,8 @@ HTTP_SIDE = (
         "how the model writes tool calls; by default found from the chat template",
         choice(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
-            *("deepseek-json", "granite", "nemotron", "generic"),
+            *("deepseek-json", "granite", "nemotron", "glm", "qwen-xml", "lfm2"),
+            *("gemma", "functiongemma", "generic"),
         ),
     ),
     # Google's Vertex AI sets these.

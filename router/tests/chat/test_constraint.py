@@ -24,6 +24,7 @@ SUM = {
     "required": ["a", "b"],
     "$defs": {"number": {"type": "number", "minimum": 0}},
 }
+OTHER_TOKENS = {"<response>", "</response>", "<|channel>", "<channel|>"}
 TOOLS = [ToolSpec("get_weather", "Says it.", CITY), ToolSpec("add", None, SUM), ToolSpec("now")]
 WEATHER, ADD = ("get_weather", '{"city": "Zürich {"}'), ("add", '{"a": 1, "b": 2.5}')
 NOW = ("now", "{}")
@@ -35,7 +36,7 @@ def tokenizer(is_special: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLToke
     made = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     if is_special:
         tokens = {marker for row in ALL for marker in row.special_tokens}
-        made.add_special_tokens(sorted({*tokens, "<response>", "</response>"}))
+        made.add_special_tokens(sorted(tokens | OTHER_TOKENS))
     return made, llguidance.LLTokenizer(made.to_str())
 
 
@@ -126,7 +127,7 @@ def test_behind_the_marker_only_calls_of_the_tools_are_taken(
 ) -> None:
     wrong = [
         ("nope", "{}"),
-        ("add", '{"a": "1", "b": 2}'),
+        ("add", '{"a": "x", "b": 2}'),
         ("add", '{"a": 1, "b": -2}'),
         ("add", '{"a": 1}'),
         ("add", '{"a": 1, "b": 2, "c": 3}'),
@@ -223,6 +224,45 @@ def test_names_of_all_kinds() -> None:
         assert Matched(form, name, tools).takes(form.write_calls([(name, "{}")]))
     with pytest.raises(ToolError, match="a b"):
         tool_grammar(FORMATS["mistral-args"], [ToolSpec("a b")], "auto", parallel=True)
+
+
+one_by_one = pytest.mark.parametrize(
+    "form", [f for f in FORMATS.values() if f.parameters], ids=names
+)
+
+
+@one_by_one
+def test_arguments_one_by_one_follow_their_schemas(form: ChatFormat) -> None:
+    schema: dict[str, Any] = {
+        "properties": {
+            "unit": {"enum": ["C", "F"]},
+            "note": {"type": ["string", "null"]},
+            "at": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/place"}]},
+        },
+        "$defs": {"place": {"properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    }
+    matched = Matched(form, "required", [ToolSpec("f", None, schema)])
+    for right in ('{"unit": "F"}', '{"unit": "C", "at": 3}', '{"note": "a\\n(b)", "at": {"x": 1}}'):
+        assert matched.takes(form.write_calls([("f", right)])), right
+    for wrong in ('{"unit": "K"}', '{"at": 3, "unit": "C"}', '{"at": {"y": 1}}', '{"more": 1}'):
+        assert not matched.takes(form.write_calls([("f", wrong)])), wrong
+    is_open = Matched(form, "required", [ToolSpec("f", None, schema | {"allOf": []})])
+    assert is_open.takes(form.write_calls([("f", '{"unit": "C", "more": [1], "x": 2}')]))
+
+
+@one_by_one
+def test_what_arguments_one_by_one_can_not_be_is_refused(form: ChatFormat) -> None:
+    def grammar(schema: dict[str, Any], *, is_strict: bool = False) -> Grammar | None:
+        tool = ToolSpec("f", None, {"properties": schema}, is_strict)
+        return tool_grammar(form, [tool], "auto", parallel=True)
+
+    with pytest.raises(ToolError, match="does not allow the argument 'a b' of the tool f; use"):
+        grammar({"a b": {}})
+    limited = {"a": {"type": "string", "pattern": "x+"}}
+    assert grammar(limited) is not None
+    if form.parameters and (form.parameters.quote or form.parameters.after_value):
+        with pytest.raises(ToolError, match="texts as they are, which 'pattern' can not limit"):
+            grammar(limited, is_strict=True)
 
 
 def test_arguments_are_always_an_object() -> None:

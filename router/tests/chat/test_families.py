@@ -13,6 +13,8 @@ from text_generation_router.chat.parser import ChatParser
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.service import ChatMessage, ChatStep, ToolCall, message_of
 
+from router.tests.chat.test_constraint import Matched
+
 USER = {"role": "user", "content": "Is it hot in Zürich?"}
 DIRECTORY = Path(__file__).parents[1] / "chat_templates"
 PROPERTIES = {
@@ -44,6 +46,8 @@ class Family:
     """Before the answer; the model thinks "I look."."""
     said: tuple[str, str] = ("", "")
     """Around an answer of text."""
+    history: str = ""
+    """The call as the template spells it, if it differs."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the template that let the model reason."""
 
@@ -70,7 +74,9 @@ class Family:
     def read(self, text: str, size: int, tools: Sequence[ToolSpec] = TOOLS) -> ChatMessage:
         """The message that comes of an answer in pieces."""
         begun = self.form.starts_in_reasoning(self.prompt([USER], tools))
-        parser = ChatParser(self.form, parses_tools=bool(tools), starts_in_reasoning=begun)
+        parser = ChatParser(
+            self.form, parses_tools=bool(tools), starts_in_reasoning=begun, tools=tools
+        )
         pieces = [text[place : place + size] for place in range(0, len(text), size)]
         events = [event for piece in pieces for event in parser.feed(piece)]
         return message_of([ChatStep((*events, *parser.finish()), ())])
@@ -111,9 +117,51 @@ FAMILIES = (
     Family(
         "ernie4.5-thinking",
         '<tool_call>\n{"name": "get_weather", "arguments": ARGS}\n</tool_call>',
-        '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         thought="I look.\n</think>\n\n",
         said=("<response>\n", "\n</response>\n"),
+    ),
+    Family(
+        "glm4.6",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+        "<arg_key>hot</arg_key>\n<arg_value>true</arg_value>\n"
+        '<arg_key>more</arg_key>\n<arg_value>{"a": ["b", null]}</arg_value>\n</tool_call>',
+        "\n<tool_call>now\n</tool_call>",
+        thought="\n<think>I look.</think>\n",
+    ),
+    Family(
+        "qwen3.5",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n<parameter=hot>\ntrue\n</parameter>\n"
+        '<parameter=more>\n{"a": ["b", null]}\n</parameter>\n</function>\n</tool_call>',
+        "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        thought="I look.\n</think>\n\n",
+        history="<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n",
+    ),
+    Family(
+        "lfm2.5",
+        '<|tool_call_start|>[get_weather(city="Zürich", days=3, hot=true, more={"a": ["b", null]})',
+        ", now()",
+        "]<|tool_call_end|>",
+        thought="<think>I look.</think>",
+        history="<|tool_call_start|>[get_weather(city='Zürich', days=3, hot=True, more={\"a\"",
+    ),
+    Family(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:3,hot:true,'
+        'more:{"a":["b",null]}}<tool_call|>',
+        "<|tool_call>call:now{}<tool_call|>",
+        thought="<|channel>thought\nI look.\n<channel|>",
+        history='<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:3,hot:true,more:{a:[',
+        kwargs={"enable_thinking": True},
+    ),
+    Family(
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3,hot:true,"
+        'more:{"a":["b",null]}}<end_function_call>',
+        "<start_function_call>call:now{}<end_function_call>",
+        history="<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3,",
     ),
 )
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
@@ -132,10 +180,10 @@ def test_history_has_calls_as_the_model_writes_them(family: Family, both: bool) 
         {"role": "tool", "content": "It rains.", "name": "get_weather", "tool_call_id": "a"},
     ]
     prompt = family.prompt(messages)
-    assert family.call.replace("ARGS", JSON_ARGUMENTS) in prompt
+    assert (family.history or family.call.replace("ARGS", JSON_ARGUMENTS)) in prompt
     assert (family.now.strip() in prompt) == both
     assert "It rains." in prompt
-    assert not family.form.describes_tools or '"get_weather"' in prompt
+    assert "Says it." in prompt or not family.form.describes_tools
 
 
 @every_family
@@ -154,3 +202,17 @@ def test_an_answer_has_reasoning_text_and_calls(family: Family, size: int) -> No
         text = family.thought + said.join(family.said)
         message = family.read(text, size, tools)
         assert (message.content, message.reasoning, message.tool_calls) == (said, thought, ())
+
+
+@every_family
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_grammar_takes_what_the_model_writes(family: Family, is_special: bool) -> None:
+    begun = family.form.starts_in_reasoning(family.prompt([USER]))
+    for choice in ("auto", "required", "get_weather"):
+        matched = Matched(family.form, choice, [*TOOLS], is_special=is_special, in_reasoning=begun)
+        for both in (False, True):
+            is_allowed = not both or choice != "get_weather"
+            assert matched.takes(family.thought + family.calls(both=both)) == is_allowed
+        assert matched.takes(f"{family.thought}Hi") == (choice == "auto")
+        wrong = family.thought + family.calls(both=False).replace("get_weather", "nope")
+        assert not matched.takes(wrong)

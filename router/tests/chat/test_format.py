@@ -19,6 +19,11 @@ THINK = ("<think>", "</think>")
         ("deepseek-r1", "generic", THINK, False),
         ("deepseek-v3", "deepseek-json", None, False),
         ("deepseek-v3.1", "deepseek", THINK, False),
+        ("functiongemma", "functiongemma", None, True),
+        ("gemma4", "gemma", ("<|channel>thought\n", "<channel|>"), True),
+        ("glm4.6", "glm", THINK, True),
+        ("lfm2.5", "lfm2", THINK, True),
+        ("qwen3.5", "qwen-xml", THINK, True),
         ("ernie4.5-thinking", "hermes", THINK, True),
         ("granite3.3", "granite", THINK, True),
         ("nemotron-nano2", "nemotron", THINK, True),
@@ -68,11 +73,15 @@ def test_the_prompt_shows_tools_and_the_form_of_calls(form) -> None:
     for tool in tools:
         assert json.dumps(tool.as_openai(), ensure_ascii=False) in prompt
     # The example in the prompt is what the parser reads.
-    example = form.write_calls([("<function name>", "{<its arguments>}")])
+    arguments = "{<its arguments>}" if form.parameters is None else '{"argument": "value"}'
+    example = form.write_calls([("<function name>", arguments)])
     assert example in prompt
-    parser = ChatParser(form, parses_tools=True)
+    told = [ToolSpec("f", parameters={"properties": {"argument": {"type": "string"}}})]
+    parser = ChatParser(form, parses_tools=True, tools=told)
     events = [*parser.feed(example.replace("<function name>", "f")), *parser.finish()]
-    assert events == [ToolCallStart(0, "f"), ToolCallArguments(0, "{<its arguments>}")]
+    assert events[0] == ToolCallStart(0, "f")
+    assert {type(event) for event in events[1:]} == {ToolCallArguments}
+    assert "".join(event.text for event in events[1:]) == arguments
 
 
 def test_tools_as_the_api_spells_them() -> None:

@@ -1,12 +1,13 @@
 """Reading answers: what is found, what is left as it is, and that cuts change nothing."""
 
+import json
 from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.chat.format import FORMATS, ChatFormat
+from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
 from text_generation_router.chat.parser import (
     ChatEvent,
     ChatParser,
@@ -18,6 +19,10 @@ from text_generation_router.chat.parser import (
 
 THINK = ("<think>", "</think>")
 ALL = [replace(row, reasoning=pair) for row in FORMATS.values() for pair in (None, THINK)]
+TOOLS = [
+    ToolSpec("get_weather", parameters={"properties": {"city": {"type": "string"}}}),
+    ToolSpec("f", parameters={"properties": {"a": {"type": "string"}}}),
+]
 CALLS = [("get_weather", '{"city": "Paris \\"é\\" {[", "days": [1, {"a": 2}]}'), ("now", "{}")]
 
 
@@ -37,7 +42,9 @@ def joined(events: list[ChatEvent]) -> list[ChatEvent]:
 def read(
     form: ChatFormat, pieces: list[str], parses_tools: bool = True, in_reasoning: bool = False
 ) -> list[ChatEvent]:
-    parser = ChatParser(form, parses_tools=parses_tools, starts_in_reasoning=in_reasoning)
+    parser = ChatParser(
+        form, parses_tools=parses_tools, starts_in_reasoning=in_reasoning, tools=TOOLS
+    )
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined(events + parser.finish())
 
@@ -132,6 +139,33 @@ def test_text_inside_of_a_broken_call_is_not_lost() -> None:
     assert read(FORMATS["hermes"], list(text)) == expected
 
 
+TEXTS = (' <b>"é"</b>\n', "", "\n\n", "  if a:\n\treturn [1, 2]\n", "3", "a</", "),}")
+
+
+@pytest.mark.parametrize("form", [row for row in ALL if row.parameters], ids=names)
+def test_texts_among_arguments_one_by_one_stay_as_they_are(form: ChatFormat) -> None:
+    for text in TEXTS:
+        arguments = json.dumps({"a": text, "b": 1, "c": [text, {"d": None}], "e": -1.5})
+        written = form.write_calls([("f", arguments), ("f", arguments)])
+        for size in (1, 2, 3, 7, 1000):
+            found = read(form, [written[i : i + size] for i in range(0, len(written), size)])
+            assert [event for event in found if isinstance(event, ToolCallStart)] == [
+                ToolCallStart(0, "f"),
+                ToolCallStart(1, "f"),
+            ]
+            for event in found:
+                if isinstance(event, ToolCallArguments):
+                    assert json.loads(event.text) == json.loads(arguments)
+
+
+def test_a_text_comes_while_it_is_written() -> None:
+    parser = ChatParser(FORMATS["qwen-xml"], parses_tools=True, tools=TOOLS)
+    pieces = ("<tool_call>\n<function=f>\n<parameter=a>\n", 'if "x":', "\n", "  y", "\n</para")
+    shown = ["".join(getattr(event, "text", "") for event in parser.feed(it)) for it in pieces]
+    assert shown == ['{"a": "', 'if \\"x\\":', "", "\\n  y", ""]
+    assert parser.finish() == [ToolCallArguments(0, "\\n</para")]
+
+
 def test_arguments_come_while_they_are_written() -> None:
     parser = ChatParser(FORMATS["hermes"], parses_tools=True)
     assert parser.feed('<tool_call>\n{"name": "f", "arguments": ') == []
@@ -154,7 +188,10 @@ SCRAPS = [
     '{"name": "f", ', '"arguments": {', '"parameters": {', '"x": "}"', "1}", "name",
     '{"name": "f", "arguments": {}}', '{"name": "g", "parameters": {"a": [1]}}',
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "f[ARGS]{",
-    "<think>", "</think>",
+    "<think>", "</think>", "<tool_call>f\n", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
+    "<tool_call>\n<function=f>", "\n<parameter=a>\n", "\n</parameter>", "</function>", "-1.5e3",
+    "<|tool_call_start|>[f(", "a=", ")", "g(b=", "]<|tool_call_end|>", '<|"|>',
+    "<|tool_call>call:f{", "a:", "}<tool_call|>", "<escape>",
 ]  # fmt: skip
 
 

@@ -8,7 +8,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from text_generation_router.chat.format import BARE_NAME, ChatFormat, ToolSpec
+from text_generation_router.chat.format import (
+    BARE_NAME,
+    ChatFormat,
+    Parameters,
+    ToolSpec,
+    may_be_text,
+)
 from text_generation_router.errors import ToolError
 from text_generation_router.grammar import as_item, plain_schema
 from text_generation_router.request import Grammar
@@ -21,6 +27,8 @@ _OPEN = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
     *("allOf", "anyOf", "oneOf", "$ref"),
 }
+# Keywords of a schema that those of its arguments refer to.
+_SHARED = ("$defs", "definitions", "x-guidance")
 
 
 def tool_grammar(
@@ -188,8 +196,8 @@ class _ChatGrammar:
             more = f"(WS? {self._marker(form.begin)} call {end})*" if self.parallel else ""
             calls = f"call {end} {more}"
         else:
-            has_token = any(token in form.separator for token in self.special_ids)
-            between = self._marker(form.separator) if has_token else "SEPARATOR"
+            is_marker = len(form.separator.strip()) > 1
+            between = self._marker(form.separator) if is_marker else "SEPARATOR"
             more = f"({between} call)*" if self.parallel else ""
             calls = f"call {more} {end}"
         rules = [
@@ -216,32 +224,95 @@ class _ChatGrammar:
                     "letters, digits, _ and -"
                 )
             name = f"NAME_{number}: /{_SPACE}?/ {json.dumps(tool.name)}"
-            marker = self._marker(form.arguments_marker)
-            return [name, f"call_{number}: NAME_{number} {marker} %json {schema}"]
+            head = f"call_{number}: NAME_{number} {self._marker(form.arguments_marker)}"
+            if form.parameters is not None:
+                return [name, *self._parameters(form.parameters, tool, head, f"call_{number}")]
+            return [name, f"{head} %json {schema}"]
         quoted = json.dumps(json.dumps(tool.name, ensure_ascii=False), ensure_ascii=False)
         return [
             f"HEAD_{number}: HEAD {quoted} ARGUMENTS",
             f"call_{number}: HEAD_{number} %json {schema} TAIL",
         ]
 
+    def _parameters(self, form: Parameters, tool: ToolSpec, head: str, name: str) -> list[str]:
+        """The rules of a call whose arguments stand one by one, in the order of the schema.
+
+        A separator may be missing or be too many: what the model writes is read all the same.
+        """
+        schema = _arguments_schema(tool)
+        shared = {key: schema[key] for key in _SHARED if key in schema}
+        fields: list[str] = []
+        rules: list[str] = []
+        properties = schema.get("properties", {})
+        if schema.get("additionalProperties") is not False:
+            properties = {**properties, "": {}}
+        for place, (key, value) in enumerate(properties.items()):
+            if key and not BARE_NAME.fullmatch(key):
+                raise ToolError(
+                    f"This model's chat format does not allow the argument {key!r} of the tool "
+                    f"{tool.name}; use letters, digits, _ and -"
+                )
+            one = f"{name}_{place}"
+            known = value if isinstance(value, Mapping) else {}
+            parts = [
+                *([self._marker(form.before_name)] if form.before_name else ()),
+                json.dumps(key) if key else f"/{BARE_NAME.pattern}/",
+                self._marker(form.after_name.rstrip()),
+                *([r'"\n"'] if form.after_name.endswith("\n") else ()),
+                self._value(form, tool, known, f"%json {json.dumps({**known, **shared})}", one),
+                *([f"(/ ?/ {json.dumps(form.separator.strip())} WS?)?"] if form.separator else ()),
+            ]
+            rules.append(f"{one}: {' '.join(parts)}")
+            if may_be_text(known) and not _choices(known):
+                rules += self._until(f"{one}_text", "TEXT", form.quote or form.after_value.rstrip())
+            fields.append(one + ("" if key in schema.get("required", ()) else "?" if key else "*"))
+        return [f"{head} {' '.join(fields)} {self._marker(form.close)}", *rules]
+
+    def _value(
+        self, form: Parameters, tool: ToolSpec, schema: Mapping[str, Any], as_json: str, name: str
+    ) -> str:
+        """A value and what follows it."""
+        end = self._marker(form.after_value) if form.after_value else ""
+        if not may_be_text(schema) or not (form.quote or form.after_value):
+            return f"{as_json} {end}"
+        if tool.strict and (more := sorted(schema.keys() - {"type", "enum", "const"})):
+            raise ToolError(
+                f"The parameters of the tool {tool.name} can not be enforced: this model writes "
+                f"texts as they are, which {more[0]!r} can not limit; leave it or `strict` out"
+            )
+        text = f"{name}_text"
+        if choices := _choices(schema):
+            texts = (it if isinstance(it, str) else json.dumps(it) for it in choices)
+            text = f"({' | '.join(map(json.dumps, texts))}) {self._marker(form.quote) or end}"
+        if not form.quote:
+            return f"{text} WS?"
+        quoted = f"{self._marker(form.quote)} {text}"
+        return quoted if schema.get("type") == "string" else f"({quoted} | {as_json})"
+
     def _until(self, name: str, text: str, marker: str) -> list[str]:
         """A rule for text up to and including the first such marker."""
         if self._is_token(marker):
-            return [f"{name}: {text} {self._marker(marker)}"]
+            return [f"{name}: {text} {self._marker(marker.lstrip())}"]
         return [f"{name}[lazy]: {text} {json.dumps(marker)}"]
 
     def _is_token(self, marker: str) -> bool:
         """Whether a marker begins with a special token."""
-        return any(marker.startswith(token) for token in self.special_ids)
+        return marker.lstrip().startswith(tuple(self.special_ids))
 
     def _marker(self, marker: str) -> str:
-        """Its special tokens, and its text between them."""
-        if not self.special_ids:
-            return json.dumps(marker)
-        parts = re.split(f"({'|'.join(map(re.escape, self.special_ids))})", marker)
-        ids = self.special_ids
-        found = [f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part]
+        """Its special tokens, and its text between them; whitespace in it may differ."""
+        pieces = "|".join([*map(re.escape, self.special_ids), r"\s+"])
+        found = []
+        for part in filter(None, re.split(f"({pieces})", marker)):
+            token_id = self.special_ids.get(part)
+            text = "WS?" if part.isspace() else json.dumps(part)
+            found.append(text if token_id is None else f"<[{token_id}]>")
         return " ".join(found)
+
+
+def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:
+    """The only values that a schema allows; empty: it does not name them."""
+    return [schema["const"]] if "const" in schema else schema.get("enum", ())
 
 
 def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 AUTO = "auto"
-BARE_NAME = re.compile(r"[^\s\[\]{}\"]+")
-"""A function's name where the format writes it without quotes."""
+BARE_NAME = re.compile(r"[^\s\[\]{}()<>=:\"]+")
+"""The name of a function or argument where the format writes it without quotes."""
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 """A part of a marker that may be one token of the tokenizer."""
-_REASONING_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_REASONING_MARKERS = (
+    *(("<think>", "</think>"), ("[THINK]", "[/THINK]")),
+    ("<|channel>thought\n", "<channel|>"),
+)
 _RESPONSE_MARKERS = ("<response>", "</response>")
 
 
@@ -26,6 +29,11 @@ class ToolSpec:
     # Whether a schema that can not be enforced in full is an error.
     strict: bool = False
 
+    def is_text(self, argument: str) -> bool:
+        """Whether an argument is written as text where the format does not quote it."""
+        schema = (self.parameters or {}).get("properties", {}).get(argument)
+        return isinstance(schema, Mapping) and may_be_text(schema)
+
     def as_openai(self) -> dict[str, Any]:
         """As OpenAI's API and chat templates spell it."""
         function: dict[str, Any] = {"name": self.name}
@@ -35,6 +43,50 @@ class ToolSpec:
         return {"type": "function", "function": function}
 
 
+def may_be_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema names strings among what it allows."""
+    if "type" in schema:
+        return schema["type"] == "string" or "string" in schema["type"]
+    options = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    choices = schema.get("enum", ())
+    return any(map(may_be_text, options)) or any(isinstance(choice, str) for choice in choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What stands around the names and values of arguments that are written one by one.
+
+    A text stands between two `quote`. With an `after_value` instead, it is written as it is, and
+    the schema says that it is one. Every other value is JSON.
+    """
+
+    after_name: str
+    # Follows the last argument.
+    close: str
+    before_name: str = ""
+    separator: str = ""
+    after_value: str = ""
+    quote: str = ""
+
+    def write(self, arguments: str) -> str:
+        """The text of arguments, which are the JSON text of an object, or any other text."""
+        try:
+            found = json.loads(arguments)
+        except json.JSONDecodeError:
+            found = None
+        values = found if isinstance(found, dict) else {"arguments": arguments}
+        pairs = (
+            f"{self.before_name}{name}{self.after_name}{self._value(value)}{self.after_value}"
+            for name, value in values.items()
+        )
+        return self.separator.join(pairs) + self.close
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, str) and (self.quote or self.after_value):
+            return f"{self.quote}{value}{self.quote}"
+        return json.dumps(value, ensure_ascii=False)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     """The markers of reasoning and tool calls in a model's text.
@@ -42,7 +94,7 @@ class ChatFormat:
     A marker may consist of several tokens; the parser accepts any whitespace where it has some.
 
     A call is a JSON object with the keys `name` and `arguments_key`. With an `arguments_marker` it
-    is the name, the marker and the JSON object of the arguments instead.
+    is the name, the marker and the JSON object of the arguments, or `parameters`, instead.
     """
 
     name: str
@@ -63,6 +115,7 @@ class ChatFormat:
     padding: str = ""
     arguments_key: str = "arguments"
     arguments_marker: str = ""
+    parameters: Parameters | None = None
     # Begin and end markers of the reasoning before the answer; None: the model does not reason.
     reasoning: tuple[str, str] | None = None
     # Markers around the answer behind the reasoning, which the model may leave out.
@@ -73,8 +126,10 @@ class ChatFormat:
     @property
     def special_tokens(self) -> frozenset[str]:
         """The tokens of markers that may be special ones; the parser needs their text."""
-        calls = " ".join((self.begin, self.end, self.arguments_marker, self.separator))
-        return self.special_tokens_of_text.union(_TOKEN.findall(calls))
+        calls = [self.begin, self.end, self.arguments_marker, self.separator]
+        if (one := self.parameters) is not None:
+            calls += [one.before_name, one.after_name, one.after_value, one.close, one.quote]
+        return self.special_tokens_of_text.union(_TOKEN.findall(" ".join(calls)))
 
     @property
     def special_tokens_of_text(self) -> frozenset[str]:
@@ -89,7 +144,7 @@ class ChatFormat:
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether the prompt ends with the begin marker, so that the answer does not repeat it."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
 
     def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """The text of calls, each a name and the JSON text of its arguments."""
@@ -102,6 +157,8 @@ class ChatFormat:
         return before + (f"[{joined}]" if self.is_list else joined) + behind
 
     def _write_call(self, name: str, arguments: str) -> str:
+        if self.parameters is not None:
+            arguments = self.parameters.write(arguments)
         if self.arguments_marker:
             return name + self.arguments_marker + arguments
         quoted = json.dumps(name, ensure_ascii=False)
@@ -110,7 +167,8 @@ class ChatFormat:
     def tools_prompt(self, tools: Sequence[ToolSpec]) -> str:
         """The text that describes the tools if the template does not."""
         described = "\n".join(json.dumps(t.as_openai(), ensure_ascii=False) for t in tools)
-        example = self.write_calls([("<function name>", "{<its arguments>}")])
+        arguments = "{<its arguments>}" if self.parameters is None else '{"argument": "value"}'
+        example = self.write_calls([("<function name>", arguments)])
         return (
             "You can call these functions, each given with the JSON schema of its parameters:\n"
             f"{described}\n\n"
@@ -153,6 +211,57 @@ _FORMATS = (
     ),
     ChatFormat("granite", begin="<|tool_call|>", is_list=True, separator=", "),
     ChatFormat("nemotron", begin="<TOOLCALL>", end="</TOOLCALL>", is_list=True, separator=", "),
+    ChatFormat(
+        "glm",
+        begin="<tool_call>",
+        arguments_marker="\n",
+        wraps_each=True,
+        parameters=Parameters(
+            before_name="<arg_key>",
+            after_name="</arg_key>\n<arg_value>",
+            after_value="</arg_value>\n",
+            close="</tool_call>",
+        ),
+    ),
+    ChatFormat(
+        "qwen-xml",
+        begin="<tool_call>\n<function=",
+        end="\n</tool_call>",
+        arguments_marker=">\n",
+        wraps_each=True,
+        parameters=Parameters(
+            before_name="<parameter=",
+            after_name=">\n",
+            after_value="\n</parameter>\n",
+            close="</function>",
+        ),
+    ),
+    ChatFormat(
+        "lfm2",
+        begin="<|tool_call_start|>[",
+        end="]<|tool_call_end|>",
+        separator=", ",
+        arguments_marker="(",
+        parameters=Parameters(after_name="=", separator=", ", close=")"),
+    ),
+    ChatFormat(
+        "gemma",
+        begin="<|tool_call>call:",
+        end="<tool_call|>",
+        arguments_marker="{",
+        wraps_each=True,
+        separator="",
+        parameters=Parameters(after_name=":", separator=",", close="}", quote='<|"|>'),
+    ),
+    ChatFormat(
+        "functiongemma",
+        begin="<start_function_call>call:",
+        end="<end_function_call>",
+        arguments_marker="{",
+        wraps_each=True,
+        separator="",
+        parameters=Parameters(after_name=":", separator=",", close="}", quote="<escape>"),
+    ),
     ChatFormat("generic"),
 )
 FORMATS: Mapping[str, ChatFormat] = {row.name: row for row in _FORMATS}
@@ -166,6 +275,12 @@ _SIGNS = (
     ("deepseek", ("<｜tool▁calls▁begin｜>",)),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("nemotron", ("<TOOLCALL>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("gemma", ("<|tool_call>call:",)),
+    ("functiongemma", ("<start_function_call>call:",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen-xml", ("<tool_call>", "<function=", "<parameter=")),
 )
 
 
@@ -188,7 +303,7 @@ def _name_of(source: str) -> str:
         if all(sign in source for sign in signs):
             return name
     # Some models write XML between these markers.
-    if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
+    if "<tool_call>" in source and "<function=" not in source:
         return "hermes"
     if "tools" in source and ("<|python_tag|>" in source or "<|start_header_id|>" in source):
         return "llama3"

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 import regex
 
-from text_generation_router.chat.format import BARE_NAME, ChatFormat
+from text_generation_router.chat.format import BARE_NAME, ChatFormat, Parameters, ToolSpec
 
 # JSON's whitespace.
 _SPACE = " \t\r\n"
@@ -66,9 +66,16 @@ class ChatParser:
     """
 
     def __init__(
-        self, chat_format: ChatFormat, *, parses_tools: bool, starts_in_reasoning: bool = False
+        self,
+        chat_format: ChatFormat,
+        *,
+        parses_tools: bool,
+        starts_in_reasoning: bool = False,
+        tools: Iterable[ToolSpec] = (),
     ) -> None:
+        """`tools` say which arguments are texts where the format does not."""
         self._format = chat_format
+        self._tools = {tool.name: tool for tool in tools}
         self._parses_tools = parses_tools
         self._patterns = _patterns(chat_format)
         self.has_reasoned = starts_in_reasoning
@@ -142,15 +149,12 @@ class ChatParser:
         self._events.append(
             ToolCallStart(index, name if form.arguments_marker else json.loads(name))
         )
-        arguments = _EndOfValue()
-        while not arguments.is_found:
-            length = arguments.find(self._text)
-            self._events.append(ToolCallArguments(index, self._text[:length]))
-            self._text = self._text[length:]
-            if not arguments.is_found:
-                if self._has_ended:
-                    return None
-                yield
+        if form.parameters is None:
+            has_arguments = yield from self._read_json(index)
+        else:
+            has_arguments = yield from self._read_parameters(form.parameters, name, index)
+        if not has_arguments:
+            return None
         if not form.arguments_marker and not (yield from self._skip("}")):
             return None
         if not form.wraps_each:
@@ -164,8 +168,49 @@ class ChatParser:
         yield from self._skip_space()
         return None
 
+    def _read_json(self, index: int, stops: str = "") -> _Reading[bool]:
+        """A value in JSON; whether it ends."""
+        value = _EndOfValue(stops)
+        while not value.is_found:
+            length = value.find(self._text)
+            self._events.append(ToolCallArguments(index, self._text[:length]))
+            self._text = self._text[length:]
+            if not value.is_found:
+                if self._has_ended:
+                    return False
+                yield
+        return True
+
+    def _read_parameters(self, form: Parameters, function: str, index: int) -> _Reading[bool]:
+        """Arguments that are written one by one, shown as a JSON object; whether they end."""
+        before, text_end = _parameter_patterns(form)
+        tool = self._tools.get(function, ToolSpec(function))
+        stops = form.after_value[:1] or form.separator[0] + form.close
+        shown = "{"
+        while (found := (yield from self._match(before))) is not None:
+            is_text = found[2] or (form.after_value and tool.is_text(found[1]))
+            shown += f"{json.dumps(found[1], ensure_ascii=False)}: " + ('"' if is_text else "")
+            self._events.append(ToolCallArguments(index, shown))
+            if is_text:
+                has_ended = yield from self._show_until(
+                    text_end,
+                    lambda text: ToolCallArguments(
+                        index, json.dumps(text, ensure_ascii=False)[1:-1]
+                    ),
+                )
+            else:
+                has_ended = (yield from self._read_json(index, stops)) and (
+                    yield from self._skip(form.after_value)
+                )
+            if not has_ended:
+                return False
+            shown = '", ' if is_text else ", "
+        has_ended = yield from self._skip(form.close)
+        self._events.append(ToolCallArguments(index, shown.rstrip(", ") + "}" * has_ended))
+        return has_ended
+
     def _show_until(
-        self, pattern: "regex.Pattern[str] | None", kind: type[ContentDelta | ReasoningDelta]
+        self, pattern: "regex.Pattern[str] | None", kind: Callable[[str], ChatEvent]
     ) -> _Reading["regex.Match[str] | None"]:
         """Shows the text before the first match and drops the match; None: there is none."""
         while True:
@@ -229,7 +274,10 @@ def _patterns(form: ChatFormat) -> _Patterns:
     else:
         key = escape(form.arguments_key)
         name = rf'\{{{space}"name"{space}:{space}({_NAME}){space},{space}"{key}"{space}:'
-    head = rf"{space}{name}{space}(?=\{{)"
+    # Arguments or their end must follow.
+    one = form.parameters
+    follow = r"\{" if one is None else rf"{escape(one.before_name)}|{escape(one.close)}"
+    head = rf"{space}{name}{space}(?={follow})"
     opening = _SPACE_BEFORE + _loose(form.begin) + (rf"{space}\[" if form.is_list else "") + head
     separator = form.separator.strip()
     closing = _SPACE_BEFORE + _loose(form.response[1] if form.response else "") + space
@@ -243,6 +291,24 @@ def _patterns(form: ChatFormat) -> _Patterns:
     )
 
 
+@cache
+def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", "regex.Pattern[str]"]:
+    """What stands before a value, with the argument's name and a quote; what ends a text."""
+    space, escape = _ANY_SPACE, re.escape
+    separator = f"(?:{escape(form.separator.strip())})?"
+    before, behind = _loose(form.before_name), _loose(form.after_name.rstrip())
+    # One line end belongs to the marker, others to the text.
+    line_end = r"(?:\n|(?=[^\n]))" if form.after_name.endswith("\n") else ""
+    last_line_end = r"\n?" if form.after_value.startswith("\n") else ""
+    quote = f"({escape(form.quote)}|(?=[^{form.quote[:1]}]))" if form.quote else "()"
+    return (
+        regex.compile(
+            f"{space}{separator}{space}{before}({BARE_NAME.pattern}){space}{behind}{line_end}{quote}"
+        ),
+        regex.compile(last_line_end + escape(form.quote or form.after_value.strip())),
+    )
+
+
 def _loose(marker: str) -> str:
     """Matches a marker with any whitespace where it has some."""
     parts = re.split(rf"[{_SPACE}]+", marker)
@@ -250,10 +316,14 @@ def _loose(marker: str) -> str:
 
 
 class _EndOfValue:
-    """Finds the end of a JSON object whose text comes in pieces."""
+    """Finds the end of a value in JSON whose text comes in pieces.
 
-    def __init__(self) -> None:
+    It is the end of an object, or else what precedes one of the characters `stops`.
+    """
+
+    def __init__(self, stops: str = "") -> None:
         self.is_found = False
+        self._stops = stops
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
@@ -266,13 +336,16 @@ class _EndOfValue:
             elif self._in_string:
                 self._is_escaped = character == "\\"
                 self._in_string = character != '"'
+            elif character in self._stops and not self._depth:
+                self.is_found = True
+                return place
             elif character == '"':
                 self._in_string = True
             elif character in "{[":
                 self._depth += 1
             elif character in "}]":
                 self._depth -= 1
-                if not self._depth:
+                if not self._depth and not self._stops:
                     self.is_found = True
                     return place + 1
         return len(text)

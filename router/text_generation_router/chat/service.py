@@ -278,6 +278,7 @@ class ChatService:
             self.chat_format if reasons else replace(self.chat_format, reasoning=None),
             parses_tools=bool(conversation.usable_tools),
             starts_in_reasoning=reasons and self.chat_format.starts_in_reasoning(prompt),
+            tools=conversation.usable_tools,
         )
 
     def _reasons(self, conversation: Conversation, prompt: str) -> bool:
@@ -336,7 +337,7 @@ def _complaint(conversation: Conversation, grammar: Grammar | None, error: str) 
     it could not be made."""
     if grammar is not None and (found := _REFUSED_LINE.fullmatch(error)):
         error = found[2]
-        rule = re.match(r"call_(\d+):", grammar.source.split("\n")[int(found[1]) - 1])
+        rule = re.match(r"call_(\d+)\w*:", grammar.source.split("\n")[int(found[1]) - 1])
         if rule is not None:
             names = [tool.name for tool in conversation.callable_tools]
             if conversation.tool_choice in names:
