@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from integration_tests.server import LauncherHandle, running, wait_until
+from shard.tests.models.architectures import write_architecture
 
 ROOT = Path(__file__).parents[1]
 # What Python runs first in every process of the server; only a shard imports the registry.
@@ -37,15 +38,28 @@ SYSTEM = "".join(chr(97 + 7 * n % 26) for n in range(100))
 HIT = "tgi_prefix_cache_hit_tokens"
 
 
-@pytest.fixture(scope="module")
+HYBRIDS = ["qwen3_5_text", "lfm2", "granitemoehybrid"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["hash", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)],
+)
 def server(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LauncherHandle]:
-    folder = tmp_path_factory.mktemp("first")
-    (folder / "sitecustomize.py").write_text(FIRST)
-    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(filter(None, paths))
-    with running(checkpoint("llama3"), *FLAGS, *CRAMPED, PYTHONPATH=path) as handle:
+    """Of a Llama with a state that shows every wrong token, and of hybrids."""
+    environment, folder = {}, tmp_path_factory.mktemp("states")
+    if request.param == "hash":
+        path = checkpoint("llama3")
+        (folder / "sitecustomize.py").write_text(FIRST)
+        paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    else:
+        path = write_architecture(request.param, folder)
+    with running(path, *FLAGS, *CRAMPED, **environment) as handle:
         yield handle
 
 
