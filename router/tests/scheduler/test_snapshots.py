@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from text_generation_router.scheduler.entry import Entry, EntryState
 
 from router.tests.planning import TWO_BLOCKS, Desk
@@ -85,6 +86,25 @@ def test_no_entry_shares_what_the_same_step_computes() -> None:
     late = desk.submit([*FIRST, *SECOND, 60])
     assert desk.step().chunks == {2: 1}
     assert late.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("shares_prefixes", [True, False])
+def test_sequences_of_one_prompt_wait_for_the_first(shares_prefixes: bool) -> None:
+    """No longer than it takes to compute it, or until that is preempted or leaves."""
+    desk = desk_of(max_batch_prefill_tokens=8, shares_prefixes=shares_prefixes)
+    prompt = [*FIRST, *SECOND, 1]
+    entries = [desk.submit(prompt, group=0) for _ in range(3)]
+    other = desk.submit(THIRD)
+    assert [desk.step().chunks for _ in range(2)] == [{0: 8}, {0: 1, 1: 1, 2: 1, other.id: 4}]
+    tables = [entry.block_table for entry in entries]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    left, last = (desk.submit(range(30, 50), group=5) for _ in range(2))
+    assert desk.step().chunks == {left.id: 8}
+    left.state = EntryState.ENDED
+    assert last.id in desk.step().chunks
+    desk = desk_of()
+    short = [desk.submit([1, 2], group=8) for _ in range(2)]
+    assert desk.step().chunks == {each.id: 2 for each in short}, "there is no state to wait for"
 
 
 def test_a_snapshot_is_known_once_its_part_is_computed() -> None:

@@ -35,6 +35,8 @@ class EntryBlocks:
         self.allocator = BlockAllocator(num_blocks, limits.block_size, limits.shares_prefixes)
         self._keeps_state = limits.num_snapshots is not None
         self.cache = PrefixCache(self.allocator, limits.num_snapshots or 0)
+        # The sequence of a prompt with several that was admitted last and is to store its state.
+        self._leader: Entry | None = None
 
     # ---- Before an entry runs ----
 
@@ -42,7 +44,11 @@ class EntryBlocks:
         """The cached blocks that a waiting entry would share; None: there are too few for the rest.
 
         One block per running entry stays free, so that the next steps do not preempt the newcomer.
+        A sequence of a prompt waits until another one, which computes it, has stored its state.
         """
+        leader = self._leader
+        if leader is not None and leader.stores and leader.group == entry.group:
+            return None
         allocator, salt = self.allocator, self._salt(entry)
         shared: list[int] = []
         chain, snapshot, num_known = None if salt is None else Chain(salt), None, 0
@@ -78,6 +84,8 @@ class EntryBlocks:
                 continue
             if (snapshot := snapshots.promise()) is not None:
                 entry.stores[position] = snapshot
+        if entry.group is not None:
+            self._leader = entry
 
     def _salt(self, entry: Entry) -> Hashable:
         """What the KV of an entry depends on beyond its tokens; None: it shares no blocks. For

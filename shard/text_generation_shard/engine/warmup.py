@@ -164,7 +164,8 @@ def cache_size(
     if max_total > tokens or tokens < 2:
         raise ModelError(
             f"Not enough memory to handle `max_total_tokens={max(max_total, 2)}`: the KV cache has "
-            f"room for {tokens} tokens; decrease it or give the server more memory"
+            f"room for {tokens} tokens; decrease it or `--max-batch-size`, or give the server more "
+            "memory"
         )
     return num_blocks, max_total
 
