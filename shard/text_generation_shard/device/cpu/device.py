@@ -172,11 +172,12 @@ class CpuDevice(TorchDevice):
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
-        if self.is_deterministic:
-            # Our kernels compute everything large. They and torch each have a thread pool, whose
-            # threads keep the cores busy for a while after their last work.
-            torch.set_num_threads(1)
         decoder = fused_decoder(model, self.dtype)
+        if self.is_deterministic or (decoder is None and self._float_form is PackedWeight):
+            # Our kernels compute everything large. They and torch each have a thread pool, whose
+            # threads keep the cores busy for a while after their last work. Between operators of
+            # both, that makes steps of several rows many times as long.
+            torch.set_num_threads(1)
         return CpuRunner(model, decoder)
 
     def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:

@@ -48,6 +48,8 @@ class Call(NamedTuple):
     # Features of queries and keys, and of values.
     head_dim: int
     value_dim: int
+    # Queries are multiplied by this.
+    scale: float
     window: int | None
     scoring: Scoring | None
 
@@ -63,7 +65,7 @@ class Handler(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call
     ) -> Tensor:
-        """Heads [1, n, T, features], queries scaled → [1, T, num_heads, value_dim]."""
+        """Heads [R, n, T, features] → [R, T, num_heads, value_dim]."""
 
 
 _numbers = count()
@@ -114,8 +116,8 @@ class Interface:
         assert self._handler is not None, "a handler computes every pass"
         scoring = None if softcap is None and s_aux is None else Scoring(softcap, s_aux)
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-        call = Call(*sizes, sliding_window, scoring)
-        query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        call = Call(*sizes, scale, sliding_window, scoring)
         layer: int = module.layer_idx  # type: ignore[assignment]
         return self._handler.attend(layer, query, key, value, attention_mask, call), None
 
@@ -165,6 +167,7 @@ class _Kind(NamedTuple):
     num_heads: int
     num_kv_heads: int
     size: int
+    scale: float
     has_scoring: bool
 
 
@@ -176,10 +179,12 @@ class LayeredAttention:
         """calls: by layer; other layers do not attend."""
         self._device, self._calls = device, calls
         kinds = {
-            layer: _Kind(call.num_heads, call.num_kv_heads, call.size, call.scoring is not None)
+            layer: _Kind(
+                call.num_heads, call.num_kv_heads, call.size, call.scale, call.scoring is not None
+            )
             for layer, call in calls.items()
         }
-        self._kinds = sorted(set(kinds.values())) or [_Kind(1, 1, _FEATURES, False)]
+        self._kinds = sorted(set(kinds.values())) or [_Kind(1, 1, _FEATURES, 1.0, False)]
         self._own: list[Attention] = []
         # Of each layer: its kind, and which layer of that kind it is.
         self._places: dict[int, tuple[int, int]] = {}
@@ -187,9 +192,7 @@ class LayeredAttention:
             layers = [layer for layer in calls if kinds[layer] == kind]
             self._places |= {layer: (number, place) for place, layer in enumerate(layers)}
             scorings = [calls[layer].scoring for layer in layers] if kind.has_scoring else []
-            # Queries are scaled already.
-            shape = kind.num_heads, kind.num_kv_heads, kind.size
-            self._own.append(device.attention(*shape, 1.0, scorings))
+            self._own.append(device.attention(*kind[:4], scorings))
         first = self._own[0]
         self.name, self.block_size = first.name, first.block_size
         self.heaviest_keys = first.heaviest_keys
@@ -253,10 +256,12 @@ class LayeredAttention:
         """See Handler. heads: queries, keys and values."""
         number, place = self._places[layer]
         size, value_dim = self._kinds[number].size, heads[2].shape[3]
-        parts = [nn.functional.pad(part, (0, size - part.shape[3])) for part in heads]
-        # [rows, T, heads, size]: one row of all tokens, or rows of one token.
-        joined = torch.cat(parts, dim=1).transpose(1, 2)
-        tokens = joined.flatten(0, 1).contiguous()
+        parts = [part.transpose(1, 2) for part in heads]
+        if any(part.shape[3] != size for part in parts):
+            parts = [nn.functional.pad(part, (0, size - part.shape[3])) for part in parts]
+        # [R, T, n, size]: one row of all tokens, or rows of one token.
+        joined = torch.cat(parts, dim=2)
         window = self._calls[layer].window
-        out = self._own[number].forward(tokens, place, window, False, plan[number])
-        return out.view(*joined.shape[:2], heads[0].shape[1], size)[..., :value_dim]
+        out = self._own[number].forward(joined.flatten(0, 1), place, window, False, plan[number])
+        out = out.view(*joined.shape[:2], heads[0].shape[1], size)
+        return out if value_dim == size else out[..., :value_dim]

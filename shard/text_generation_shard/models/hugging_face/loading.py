@@ -27,6 +27,16 @@ from text_generation_shard.checkpoint.weights import weight_files
 from text_generation_shard.device.base import Device, Matrix
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig
+from text_generation_shard.models.hugging_face.products import (
+    SIBLINGS,
+    Product,
+    Stacked,
+    are_experts,
+    expert_names,
+    norm_like,
+    packed,
+    run_experts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +97,7 @@ def load(
         ) from error
     _check_names(directory, info)
     model.eval().requires_grad_(False).to(device.torch_device)
-    packing.pack_tied_head(model)
+    packing.finish(model)
     kept = {part.data_ptr(): part for part in [*model.parameters(), *model.buffers()]}
     packing.nbytes += sum(part.nbytes for part in kept.values())
     packing.log()
@@ -126,6 +136,8 @@ class Packing:
         self._device, self._quantize = device, quantize
         self.nbytes = 0
         self._packs_experts = True
+        # By parent: weights that wait for their siblings.
+        self._waiting: dict[str, dict[str, Tensor]] = {}
         self._kinds: Counter[str] = Counter()
         # By class, since it takes long to find.
         self._sources: dict[type, str] = {}
@@ -141,7 +153,7 @@ class Packing:
         kind = self._quantize or str(self._device.dtype).removeprefix("torch.")
         self._device.check_room(sum(part.numel() for part in wanted) * bits // 8, kind)
         # An expert with a norm of its own is computed by transformers.
-        experts = [module for module in model.modules() if _are_experts(module)]
+        experts = [module for module in model.modules() if are_experts(module)]
         self._packs_experts = not any(module.has_post_expert_norm for module in experts)
         if experts and self._packs_experts:
             ALL_EXPERTS_FUNCTIONS.register(_NAME, run_experts)
@@ -153,8 +165,8 @@ class Packing:
         """Whether the parameter of this name becomes a matrix of the device."""
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
-        if _are_experts(module):
-            return self._packs_experts and last in _expert_names(module)
+        if are_experts(module):
+            return self._packs_experts and last in expert_names(module)
         if last != "weight" or type(module) not in (nn.Linear, Conv1D):
             return False
         # Some code multiplies with the weight of its Linear by itself.
@@ -172,31 +184,60 @@ class Packing:
         weight = weight.to(self._device.torch_device)
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
-        if _are_experts(module):
+        if are_experts(module):
             each = weight.transpose(1, 2) if module.is_transposed else weight
             module.own_matrices[last] = [self._matrix(one, self._quantize) for one in each]
-            setattr(module, last, nn.Parameter(_packed(weight), requires_grad=False))
+            setattr(module, last, nn.Parameter(packed(weight), requires_grad=False))
         else:
-            is_head = module is _head_of(model)
-            weight = weight if isinstance(module, nn.Linear) else weight.T
-            self._replace(model, path, weight, "int8" if self._quantize and is_head else None)
+            self._collect(model, path, weight if isinstance(module, nn.Linear) else weight.T)
         if time.monotonic() - self._spoke > _PROGRESS_S:
             self._spoke = time.monotonic()
             done = sum(self._kinds.values())
             logger.info("loading weights: %d matrices, %d parameters in all", done, self._total)
 
-    def pack_tied_head(self, model: Any) -> None:
-        """The head that shares its weight with the embeddings is not in the checkpoint."""
+    def finish(self, model: Any) -> None:
+        """After all parameters: what is not in the checkpoint, and norms."""
+        # A head that shares its weight with the embeddings.
         head = _head_of(model)
         if isinstance(head, nn.Linear):
             path = next(name for name, module in model.named_modules() if module is head)
-            self._replace(model, path, head.weight.data, "int8" if self._quantize else None)
+            parent, _, own = path.rpartition(".")
+            self._replace(model, parent, {own: head.weight.data})
+        for path, module in list(model.named_modules()):
+            parent, _, own = path.rpartition(".")
+            if (norm := norm_like(module, self._device)) is not None:
+                setattr(model.get_submodule(parent), own, norm)
 
-    def _replace(self, model: Any, path: str, weight: Tensor, head_form: str | None) -> None:
+    def _collect(self, model: Any, path: str, weight: Tensor) -> None:
+        """Pack a weight [N, K] together with its siblings, once all have come."""
         parent, _, own = path.rpartition(".")
-        module = model.get_submodule(path)
-        matrix = self._matrix(weight, head_form or self._quantize)
-        setattr(model.get_submodule(parent), own, Product(matrix, weight, module.bias))
+        siblings = self._siblings(model, parent, own)
+        waiting = self._waiting.setdefault(f"{parent}.{siblings[0]}", {})
+        waiting[own] = weight
+        if len(waiting) == len(siblings):
+            del self._waiting[f"{parent}.{siblings[0]}"]
+            self._replace(model, parent, {name: waiting[name] for name in siblings})
+
+    def _siblings(self, model: Any, parent: str, own: str) -> tuple[str, ...]:
+        """The modules with which this one shares its input."""
+        for names in SIBLINGS:
+            found = [getattr(model.get_submodule(parent), name, None) for name in names]
+            if own in names and all(type(one) is nn.Linear for one in found):
+                sizes = {one.in_features for one in found if one is not None}
+                paths = [f"{parent}.{name}.weight" for name in names]
+                if len(sizes) == 1 and all(self.packs(model, path) for path in paths):
+                    return names
+        return (own,)
+
+    def _replace(self, model: Any, parent: str, weights: dict[str, Tensor]) -> None:
+        """Put products in the place of modules, whose weights are stacked."""
+        place, start = model.get_submodule(parent), 0
+        is_head = getattr(place, next(iter(weights)), None) is _head_of(model)
+        kind = "int8" if self._quantize and is_head else self._quantize
+        stacked = Stacked(self._matrix(torch.cat([*weights.values()]), kind), len(weights))
+        for name, weight in weights.items():
+            setattr(place, name, Product(stacked, start, weight, getattr(place, name).bias))
+            start += len(weight)
 
     def _matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
         found = self._device.matrix(weight.contiguous(), quantize)
@@ -212,60 +253,6 @@ class Packing:
 
 def _head_of(model: Any) -> Any:
     return model.get_output_embeddings()
-
-
-def _are_experts(module: Any) -> bool:
-    return hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
-
-
-def _expert_names(module: Any) -> tuple[str, str]:
-    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-
-
-class Product(nn.Module):
-    """A Linear, by the device's product."""
-
-    def __init__(self, matrix: Matrix, weight: Tensor, bias: nn.Parameter | None) -> None:
-        """weight: [N, K], which is in the matrix."""
-        super().__init__()
-        self._matrix, self.bias, self.weight = matrix, bias, _packed(weight)
-        self.out_features, self.in_features = weight.shape
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[…, K] → […, N]."""
-        rows = hidden.reshape(-1, self.in_features).contiguous()
-        return self._matrix(rows, self.bias).view(*hidden.shape[:-1], self.out_features)
-
-
-def _packed(weight: Tensor) -> Tensor:
-    """Stands for a weight that is packed, where code reads its dtype or device."""
-    found = weight.new_empty(0)
-    # Not to be filled with random numbers.
-    found._is_hf_initialized = True  # type: ignore[attr-defined]
-    return found
-
-
-def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """See transformers' ExpertsInterface. hidden [T, size]; chosen and weights [T, k]. Reads chosen
-    experts only. A token's sum is in the order of its choice, so that it does not depend on other
-    tokens."""
-    up_name, down_name = _expert_names(self)
-    up, down = self.own_matrices[up_name], self.own_matrices[down_name]
-    up_bias = getattr(self, f"{up_name}_bias", None) if self.has_bias else None
-    down_bias = getattr(self, f"{down_name}_bias", None) if self.has_bias else None
-    out = hidden.new_zeros(*chosen.shape, hidden.shape[-1])
-    for expert in sorted(set(chosen.flatten().tolist())):
-        if expert >= len(up):
-            continue  # a token without an expert
-        rows, place = torch.where(chosen == expert)
-        inner = up[expert](hidden[rows], None if up_bias is None else up_bias[expert])
-        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        found = down[expert](inner.contiguous(), None if down_bias is None else down_bias[expert])
-        out[rows, place] = found * weights[rows, place, None].to(hidden.dtype)
-    total = out[:, 0]
-    for number in range(1, chosen.shape[1]):
-        total = total + out[:, number]
-    return total
 
 
 @register_quantization_config(_NAME)

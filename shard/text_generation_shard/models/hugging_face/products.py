@@ -1,0 +1,130 @@
+"""What takes the place of a transformers module: the same results by the device's operators."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from text_generation_shard.device.base import Device, Matrix
+
+# Modules of one parent that multiply the same input, in most architectures.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Largest difference of a norm, as a share of its largest result, in steps of its dtype.
+_NORM_STEPS = 8
+
+
+class Stacked:
+    """The stacked weights of modules that multiply the same input: the first one multiplies for
+    all. Keeps an input and its results until the last one has called."""
+
+    def __init__(self, matrix: Matrix, num_callers: int) -> None:
+        self._matrix, self._num_callers = matrix, num_callers
+        self._input: Tensor | None = None
+        self._out, self._num_left = torch.empty(0), 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[…, K] → [T, the outputs of all]."""
+        if hidden is not self._input:
+            rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+            self._input, self._out = hidden, self._matrix(rows)
+            self._num_left = self._num_callers
+        out = self._out
+        self._num_left -= 1
+        if not self._num_left:
+            self._input, self._out = None, torch.empty(0)
+        return out
+
+
+class Product(nn.Module):
+    """A Linear, by the device's product."""
+
+    def __init__(
+        self, stacked: Stacked, start: int, weight: Tensor, bias: nn.Parameter | None
+    ) -> None:
+        """weight: [N, K], which is in the stack; its outputs begin at `start`."""
+        super().__init__()
+        self._stacked, self.bias, self.weight = stacked, bias, packed(weight)
+        self.out_features, self.in_features = weight.shape
+        self._own = slice(start, start + self.out_features)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[…, K] → […, N]."""
+        out = self._stacked(hidden)[:, self._own].view(*hidden.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class Norm(nn.Module):
+    """hidden / rms(hidden) * weight, by the device's operator."""
+
+    def __init__(self, device: Device, weight: Tensor, eps: float) -> None:
+        """weight: [size] in float32."""
+        super().__init__()
+        self._device, self._eps = device, eps
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[…, size] → the same."""
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        return self._device.add_norm(rows, None, 1.0, self.weight, self._eps).view(hidden.shape)
+
+
+def norm_like(module: nn.Module, device: Device) -> Norm | None:
+    """The same norm by the device, if the module gives the same results for a random input."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "Norm" not in type(module).__name__ or not isinstance(weight, Tensor) or weight.ndim != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1 or not isinstance(eps, float):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, len(weight), generator=generator).to(device.torch_device, device.dtype)
+    expected = module(hidden).float()
+    limit = _NORM_STEPS * torch.finfo(device.dtype).eps * expected.abs().max()
+    # Some architectures keep what is added to 1.
+    for own in (weight.float(), weight.float() + 1.0):
+        found = Norm(device, own.contiguous(), eps)
+        if bool((found(hidden).float() - expected).abs().max() <= limit):
+            return found
+    return None
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Stands for a weight that is packed, where code reads its dtype or device."""
+    found = weight.new_empty(0)
+    # Not to be filled with random numbers.
+    found._is_hf_initialized = True  # type: ignore[attr-defined]
+    return found
+
+
+def are_experts(module: Any) -> bool:
+    """Whether transformers calls an interface for this module's products."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+
+
+def expert_names(module: Any) -> tuple[str, str]:
+    """The names of the parameters [E, …] of experts: into their inner features, and back."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """See transformers' ExpertsInterface. hidden [T, size]; chosen and weights [T, k]. Reads chosen
+    experts only. A token's sum is in the order of its choice, so that it does not depend on other
+    tokens."""
+    up_name, down_name = expert_names(self)
+    up, down = self.own_matrices[up_name], self.own_matrices[down_name]
+    up_bias = getattr(self, f"{up_name}_bias", None) if self.has_bias else None
+    down_bias = getattr(self, f"{down_name}_bias", None) if self.has_bias else None
+    out = hidden.new_zeros(*chosen.shape, hidden.shape[-1])
+    for expert in sorted(set(chosen.flatten().tolist())):
+        if expert >= len(up):
+            continue  # a token without an expert
+        rows, place = torch.where(chosen == expert)
+        inner = up[expert](hidden[rows], None if up_bias is None else up_bias[expert])
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        found = down[expert](inner.contiguous(), None if down_bias is None else down_bias[expert])
+        out[rows, place] = found * weights[rows, place, None].to(hidden.dtype)
+    total = out[:, 0]
+    for number in range(1, chosen.shape[1]):
+        total = total + out[:, number]
+    return total
