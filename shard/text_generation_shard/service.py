@@ -218,6 +218,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             records_steps=engine.records_steps,
             last_number=self._messages.last_number,
             hidden_size=model.config.hidden_size,
+            not_native=model.not_native,
             keeps_state=model.state_bytes > 0,
         )
 

@@ -42,7 +42,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps", "last_number", "hidden_size", "keeps_state")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps", "last_number", "hidden_size", "keeps_state", "not_native")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class InfoResponse(_message.Message):
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     KEEPS_STATE_FIELD_NUMBER: _ClassVar[int]
+    NOT_NATIVE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -79,7 +80,8 @@ class InfoResponse(_message.Message):
     last_number: int
     hidden_size: int
     keeps_state: bool
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ..., last_number: _Optional[int] = ..., hidden_size: _Optional[int] = ..., keeps_state: bool = ...) -> None: ...
+    not_native: str
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ..., last_number: _Optional[int] = ..., hidden_size: _Optional[int] = ..., keeps_state: bool = ..., not_native: _Optional[str] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()

@@ -51,6 +51,7 @@ class ShardInfo:
     last_number: int = 0
     hidden_size: int = 0
     keeps_state: bool = False
+    not_native: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The interface between the engine and a model's implementation."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -9,19 +9,11 @@ from text_generation_shard.device import base
 from text_generation_shard.device.forward import CacheShape
 
 
-class Implementation(NamedTuple):
-    """Which code computes a model."""
-
-    # native or transformers.
-    name: str
-    # One sentence: why this one, and what it can not do; empty: nothing to say.
-    note: str
-
-
 class LanguageModel(base.Model, Protocol):
     """A loaded model, as the engine sees it."""
 
-    implementation: Implementation
+    # Why the model is not computed by native code, and what is not supported then; empty: it is.
+    not_native: str
 
     @property
     def config(self) -> ModelConfig:

@@ -18,7 +18,6 @@ from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.linear import RMSNorm
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.rotary import RotaryEmbedding
-from text_generation_shard.models.base import Implementation
 from text_generation_shard.parallel import World
 
 
@@ -78,11 +77,12 @@ class LlamaModel:
     `LanguageModel`."""
 
     is_deterministic = True
+    not_native = ""
     state_bytes = 0
 
     def __init__(self, parameters: Parameters, world: World, config: LlamaConfig) -> None:
         """ModelError if the model can not be split among the ranks."""
-        self.config, self.implementation = config, Implementation("native", "")
+        self.config = config
         device, quantize = parameters.device, parameters.quantize
         self._device, self._world = device, world
         self.partition = own = partition_of(

@@ -95,5 +95,5 @@ def _load_transformers(
     assert isinstance(chosen.config, TransformersConfig)
     model = TransformersModel(directory, chosen.config, device, quantize, chosen.reason)
     check(model, device)
-    logger.info("%s", model.implementation.note)
+    logger.info("%s", model.not_native)
     return model, model.nbytes

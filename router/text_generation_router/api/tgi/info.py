@@ -31,6 +31,7 @@ def features(services: Services) -> dict[str, str]:
             not shard.spares_core,
             "the model computes on every core, and the router's work would delay it",
         ),
+        "native_model": _unless(bool(shard.not_native), shard.not_native),
         "quantization": (
             f"on: {shard.quantize}" if shard.quantize else "off: start with --quantize"
         ),
@@ -80,7 +81,7 @@ def _cuda_graphs(services: Services) -> str:
         return "on"
     if shard.device_type == "cpu":
         return "off: the model runs on a CPU"
-    return "off: --cuda-graphs 0 was given, or this model rotates by the length of a text"
+    return "off: --cuda-graphs 0 was given, or not every pass of this model can be recorded"
 
 
 def _unless(is_off: bool, reason: str) -> str:

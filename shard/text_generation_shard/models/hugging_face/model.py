@@ -18,7 +18,6 @@ from text_generation_shard.device.forward import (
     RowState,
 )
 from text_generation_shard.errors import ModelError, UnsupportedError
-from text_generation_shard.models.base import Implementation
 from text_generation_shard.models.hugging_face.attention import (
     Handler,
     Interface,
@@ -56,8 +55,10 @@ class TransformersModel:
     ) -> None:
         """ModelError: the checkpoint can not be loaded, or not be served."""
         self.config: TransformersConfig = config
-        note = f"transformers {transformers.__version__} computes this model, because {reason}"
-        self.implementation = Implementation("transformers", note)
+        self.not_native = (
+            f"transformers {transformers.__version__} computes this model, because {reason}; "
+            "several shards, --rope-scaling and CUDA graphs are not supported with it"
+        )
         self._interface = Interface()
         loaded = load(directory, config, device, quantize, self._interface.name)
         self.nbytes, self._modules = loaded.nbytes, loaded.model
