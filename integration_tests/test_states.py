@@ -111,4 +111,5 @@ def test_all_get_their_own_tokens_while_a_shard_is_lost(server: LauncherHandle) 
         assert [each.result() for each in asked] == wanted
     assert server.metrics()["tgi_request_generated_tokens_count"] == before + len(prompts)
     assert server.log.count(said) == 1
+    assert server.metrics()["tgi_request_preempted"] > 0
     server.assert_idle()
