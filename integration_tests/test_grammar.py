@@ -11,6 +11,7 @@ import pytest
 import regex
 from hypothesis import settings
 
+from integration_tests.marks import at_night
 from integration_tests.schemas import SCHEMAS, Schema, check, closed
 from integration_tests.server import (
     LauncherHandle,
@@ -297,7 +298,7 @@ def _text(server: LauncherHandle, schema: Schema, max_new_tokens: int, **paramet
     return text
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("is_strict", [True, *at_night(False)])
 def test_an_odd_schema_never_gives_a_5xx(embedded: LauncherHandle, is_strict: bool) -> None:
     """A text that follows it, or the reason; a tool that is not strict loses the odd part only."""
     message = {"messages": [{"role": "user", "content": "call it"}], "max_tokens": 60}

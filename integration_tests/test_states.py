@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from integration_tests.marks import at_night
 from integration_tests.server import LauncherHandle, running, wait_until
 from shard.tests.models.architectures import write_architecture
 
@@ -43,7 +44,7 @@ HYBRIDS = ["qwen3_5_text", "lfm2", "granitemoehybrid"]
 
 @pytest.fixture(
     scope="module",
-    params=["hash", *(pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS)],
+    params=["hash", HYBRIDS[0], *at_night(*HYBRIDS[1:])],
 )
 def server(
     request: pytest.FixtureRequest,

@@ -204,11 +204,12 @@ def choose() -> None:
 def main() -> None:
     """Compile."""
     is_all = "--all" in sys.argv
+    asked = [int(word) for word in sys.argv[1:] if word.isdigit()]
     shapes = SHAPES if is_all else SHAPES[:1]
     compiler = Compiler()
     for module in (attention, flash, matrices, operators, sampler):
         module.launch = compiler
-    for compiler.capability in CAPABILITIES:
+    for compiler.capability in asked or CAPABILITIES:
         for compiler.shape in shapes:
             exercise(compiler)
             offered = [

@@ -11,6 +11,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.errors import ModelError
 
+from integration_tests.marks import at_night
 from shard.tests.driver import Driver, load_engine
 from shard.tests.models.architectures import (
     REFUSED,
@@ -20,6 +21,8 @@ from shard.tests.models.architectures import (
     ragged_prompts,
     write_architecture,
 )
+
+pytestmark = pytest.mark.slow
 
 # Capped scores; sinks and experts with biases; norms after, of whole queries; learned positions;
 # experts; latent attention; layers with a state.
@@ -71,10 +74,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *ALWAYS,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SERVED if name not in ALWAYS),
-    ],
+    params=[*ALWAYS, *at_night(*(name for name in SERVED if name not in ALWAYS))],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Each architecture in turn."""
