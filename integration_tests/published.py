@@ -94,6 +94,17 @@ PUBLISHED: Mapping[str, Published] = {
         # The class adds the BOS token, tokenizer.json does not.
         config={"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True},
     ),
+    "gpt-oss": Published(
+        "gpt-oss.jinja",
+        (
+            *("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>"),
+            *("<|start|>", "<|end|>", "<|message|>", "<|call|>", "<|endofprompt|>"),
+        ),
+        (),
+        eos="<|return|>",
+        bos="<|startoftext|>",
+        config={"tokenizer_class": "PreTrainedTokenizerFast"},
+    ),
     "deepseek-v3": Published(
         "deepseek-v3.jinja",
         ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<|EOT|>"),

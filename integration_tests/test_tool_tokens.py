@@ -66,10 +66,11 @@ def vendor(request: pytest.FixtureRequest, tmp_path: Path) -> Vendor:
 
 def test_calls_are_taken_in_the_vendors_tokens(vendor: Vendor) -> None:
     call, others = vendor.form.write_calls([("now", "{}")]), vendor.form.write_calls([("no", "{}")])
+    said = "<|channel|>final<|message|>" if vendor.form.has_channels else ""
     for choice in ("auto", "required", "now"):
         assert vendor.calls(choice, call)
         assert not vendor.calls(choice, others)
-        assert vendor.calls(choice, "So: it is late. <b>") == (choice == "auto")
+        assert vendor.calls(choice, f"{said}So: it is late. <b>") == (choice == "auto")
     assert vendor.calls("required", vendor.form.write_calls([("now", "{}"), ("later", "{}")]))
     if begin := vendor.form.begin:
         assert not vendor.calls("auto", f"I look.{begin} no")
@@ -201,6 +202,29 @@ def test_a_format_behind_a_thought_that_the_template_begins(tmp_path: Path) -> N
             message = chat(server, "Hi", response_format=FORMAT, **more)["message"]
             assert message["reasoning_content"] == "I look."
             assert message["content"] == '{"a": "</think>"}'
+        server.assert_idle()
+
+
+def test_channels_of_gpt_oss(tmp_path: Path) -> None:
+    final = "<|channel|>final<|message|>"
+    scripts = {
+        "": f"{final}It is late.",
+        "ask:call": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+        "ask:thought": "<|channel|>analysis<|message|>I look.",
+        "ask:json": f'{final}{{"a": ""}}',
+    }
+    write_scripted("gpt-oss", tmp_path, scripts)
+    with running(tmp_path, "--dtype", "float32") as server:
+        for fields in ({}, BODY):
+            assert chat(server, "Hi", **fields)["message"]["content"] == "It is late."
+            message = chat(server, "ask:thought", **fields)["message"]
+            assert (message["reasoning_content"], message["content"]) == ("I look.", "")
+        for choice in ("auto", "required", NAMED):
+            made = chat(server, "ask:call", **BODY, tool_choice=choice)
+            assert (names(made), made["message"]["content"]) == (["now"], None)
+            assert made["finish_reason"] == "tool_calls"
+        message = chat(server, "ask:json", response_format=FORMAT, max_tokens=60)["message"]
+        assert message["content"] == '{"a": ""}'
         server.assert_idle()
 
 

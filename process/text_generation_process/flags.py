@@ -371,7 +371,7 @@ HTTP_SIDE = (
         choice(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
             *("deepseek-json", "granite", "nemotron", "glm", "qwen-xml", "lfm2"),
-            *("gemma", "functiongemma", "generic"),
+            *("gemma", "functiongemma", "harmony", "generic"),
         ),
     ),
     # Google's Vertex AI sets these.

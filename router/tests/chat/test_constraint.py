@@ -17,7 +17,8 @@ from text_generation_router.request import Grammar
 
 MODEL = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
 THINK = ("<think>", "</think>")
-ALL = [replace(row, reasoning=pair) for row in FORMATS.values() for pair in (None, THINK)]
+ROWS = [row for row in FORMATS.values() if not row.has_channels]
+ALL = [replace(row, reasoning=pair) for row in ROWS for pair in (None, THINK)]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SUM = {
     "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/number"}},
@@ -35,7 +36,7 @@ def tokenizer(is_special: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLToke
     """The embedded model's, with every marker as a special token or as plain text."""
     made = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     if is_special:
-        tokens = {marker for row in ALL for marker in row.special_tokens}
+        tokens = {marker for row in FORMATS.values() for marker in row.special_tokens}
         made.add_special_tokens(sorted(tokens | OTHER_TOKENS))
     return made, llguidance.LLTokenizer(made.to_str())
 
@@ -204,6 +205,30 @@ def test_a_response_has_markers_or_none(is_special: bool) -> None:
     for text in ("Hi", "\n<response>\nHi {", "<response>Hi</response>\n"):
         assert matched.takes(f"<think>hm</think>{text}")
     assert not compiled(form, "required", is_special=is_special).takes("<response>Hi</response>")
+
+
+@both_tokenizers
+def test_channels_lead_to_an_answer_or_a_call(is_special: bool) -> None:
+    form, schema = FORMATS["harmony"], Grammar("json_schema", json.dumps(PERSON))
+    said, thought, final = (
+        f"<|channel|>{name}<|message|>{text}" for name, text in
+        (("commentary", "I look."), ("analysis", "hm {"), ("final", ""))
+    )  # fmt: skip
+    more = "<|end|><|start|>assistant"
+    auto = compiled(form, "auto", is_special=is_special)
+    required = compiled(form, "required", is_special=is_special)
+    formatted = Matched(form, "", is_special=is_special, wanted=schema)
+    for before in ("", thought + more, thought + more + said + more + thought + more):
+        call = before + form.write_calls([WEATHER])
+        assert auto.takes(call) and required.takes(call) and not formatted.takes(call)
+        answer = f'{before}{final}{{"name": "Zoe"}}'
+        assert auto.takes(answer) and formatted.takes(answer) and not required.takes(answer)
+        assert not formatted.takes(f"{before}{final}Hi")
+        assert auto.takes(before + thought) and not required.takes(before + thought)
+        for text in (f"{before}Hi", before + form.write_calls([("nope", "{}")])):
+            assert not auto.takes(text) and not required.takes(text)
+    with_both = Matched(form, "auto", is_special=is_special, answer=PERSON)
+    assert with_both.takes(form.write_calls([NOW])) and with_both.takes(answer)
 
 
 def test_whitespace_is_bounded() -> None:

@@ -18,7 +18,8 @@ from text_generation_router.chat.parser import (
 )
 
 THINK = ("<think>", "</think>")
-ALL = [replace(row, reasoning=pair) for row in FORMATS.values() for pair in (None, THINK)]
+ROWS = [row for row in FORMATS.values() if not row.has_channels]
+ALL = [replace(row, reasoning=pair) for row in ROWS for pair in (None, THINK)]
 TOOLS = [
     ToolSpec("get_weather", parameters={"properties": {"city": {"type": "string"}}}),
     ToolSpec("f", parameters={"properties": {"a": {"type": "string"}}}),
@@ -158,6 +159,25 @@ def test_texts_among_arguments_one_by_one_stay_as_they_are(form: ChatFormat) -> 
                     assert json.loads(event.text) == json.loads(arguments)
 
 
+def test_messages_of_channels_are_told_apart() -> None:
+    call = "commentary to=functions.f <|constrain|>json<|message|>"
+    text = (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>b"
+        "<|end|><|start|>assistant<|channel|>analysis<|message|>c<|end|><|start|>assistant"
+        f'<|channel|>{call}{{"x": "<|end|>"}}<|call|><|start|>assistant to=functions.g'
+        "<|channel|>commentary json<|message|>{}<|call|>"
+    )
+    said = [ReasoningDelta("a"), ContentDelta("b"), ReasoningDelta("c")]
+    expected = [*said, *calls(pairs=[("f", '{"x": "<|end|>"}'), ("g", "{}")])]
+    for pieces in (list(text), [text]):
+        assert read(FORMATS["harmony"], pieces) == expected
+    final = "<|start|>assistant<|channel|>final<|message|>d < e"
+    assert read(FORMATS["harmony"], list(final)) == [ContentDelta("d < e")]
+    # The answer to a prompt that ends in an answer has no header.
+    assert read(FORMATS["harmony"], list("and < so")) == [ContentDelta("and < so")]
+    assert read(FORMATS["harmony"], [f"<|channel|>{call}{{"]) == calls(pairs=[("f", "{")])
+
+
 def test_a_text_comes_while_it_is_written() -> None:
     parser = ChatParser(FORMATS["qwen-xml"], parses_tools=True, tools=TOOLS)
     pieces = ("<tool_call>\n<function=f>\n<parameter=a>\n", 'if "x":', "\n", "  y", "\n</para")
@@ -191,12 +211,13 @@ SCRAPS = [
     "<think>", "</think>", "<tool_call>f\n", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
     "<tool_call>\n<function=f>", "\n<parameter=a>\n", "\n</parameter>", "</function>", "-1.5e3",
     "<|tool_call_start|>[f(", "a=", ")", "g(b=", "]<|tool_call_end|>", '<|"|>',
-    "<|tool_call>call:f{", "a:", "}<tool_call|>", "<escape>",
+    "<|tool_call>call:f{", "a:", "}<tool_call|>", "<escape>", "<|start|>assistant", "<|end|>",
+    "<|channel|>analysis", "<|message|>", "<|channel|>commentary to=functions.f ", "<|call|>",
 ]  # fmt: skip
 
 
 @given(
-    form=st.sampled_from(ALL),
+    form=st.sampled_from([*ALL, FORMATS["harmony"]]),
     scraps=st.lists(st.sampled_from(SCRAPS), max_size=14),
     parses_tools=st.booleans(),
     in_reasoning=st.booleans(),
@@ -206,13 +227,15 @@ def test_cuts_change_nothing(
     form: ChatFormat, scraps: list[str], parses_tools: bool, in_reasoning: bool, cuts: list[int]
 ) -> None:
     text = "".join(scraps)
-    in_reasoning = in_reasoning and form.reasoning is not None
+    in_reasoning = in_reasoning and form.reasoning is not None and not form.has_channels
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(places)]
     whole = read(form, [text], parses_tools, in_reasoning)
     assert read(form, pieces, parses_tools, in_reasoning) == whole
     assert read(form, list(text), parses_tools, in_reasoning) == whole
-    if not any(isinstance(event, ToolCallStart | ReasoningDelta) for event in whole):
+    if not form.has_channels and not any(
+        isinstance(event, ToolCallStart | ReasoningDelta) for event in whole
+    ):
         shown = "".join(event.text for event in whole if isinstance(event, ContentDelta))
         # Only a thought of nothing but spaces leaves its markers out.
         assert shown == text or (form.reasoning and shown.strip() in text)

@@ -115,7 +115,15 @@ class _ChatGrammar:
         if self.chat_format.reasoning is None:
             return [*answer("start", ""), *rules]
         begin, end = self.chat_format.reasoning
+        if self.chat_format.has_channels:
+            end += self.chat_format.separator
         rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
+        if self.chat_format.has_channels:
+            # Commentary to the user may precede a call.
+            more = self._marker("<|channel|>commentary<|message|>")
+            free = "(think thought)* think TEXT | " if is_free else ""
+            think = f"think: {self._marker(begin)} | {more}"
+            return [f"start: {free}(think thought)* answer", think, *rules]
         if starts_in_reasoning:
             return [f"start: {'TEXT | ' if is_free else ''}thought answer", *rules]
         if self._is_token(begin):
@@ -132,6 +140,8 @@ class _ChatGrammar:
 
     def _auto_answer(self, name: str, but: str) -> list[str]:
         """Text or calls; `but` excludes some texts."""
+        if self.chat_format.has_channels:
+            return [f"{name}: {self._final} TEXT | {' | '.join(self._marked_calls())}"]
         plain = f"{name.upper()}_TEXT"
         text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self.chat_format.is_bare else "TEXT"
         options, rules = [plain], [f"{plain}: {text}{but}"]
@@ -148,6 +158,8 @@ class _ChatGrammar:
     def _formatted_answer(self, calls: Sequence[str], name: str, but: str) -> list[str]:
         """What `formatted` allows, or calls. Models write line ends behind a thought."""
         formatted = "WS? formatted" if name == "answer" else "formatted"
+        if self.chat_format.has_channels:
+            formatted = f"{self._final} formatted"
         return [f"{name}: {' | '.join([formatted, *calls])}"]
 
     def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
@@ -173,6 +185,11 @@ class _ChatGrammar:
         options_of_both = {"whitespace_pattern": _JSON_SPACE, "lenient": True}
         return {"anyOf": options, "x-guidance": options_of_both}
 
+    @property
+    def _final(self) -> str:
+        """What precedes the answer among the channels."""
+        return self._marker("<|channel|>final<|message|>")
+
     def _forced_answer(self, name: str, but: str) -> list[str]:
         """Calls, with nothing before them."""
         options = ["calls"] if self.chat_format.is_bare else []
@@ -193,7 +210,8 @@ class _ChatGrammar:
             more = "(COMMA call)*" if self.parallel else ""
             calls = f"OPEN_LIST call {more} CLOSE_LIST {end}"
         elif form.wraps_each:
-            more = f"(WS? {self._marker(form.begin)} call {end})*" if self.parallel else ""
+            begin = self._marker(form.separator.strip() + form.begin)
+            more = f"(WS? {begin} call {end})*" if self.parallel else ""
             calls = f"call {end} {more}"
         else:
             is_marker = len(form.separator.strip()) > 1

@@ -120,6 +120,9 @@ class ChatFormat:
     reasoning: tuple[str, str] | None = None
     # Markers around the answer behind the reasoning, which the model may leave out.
     response: tuple[str, str] | None = None
+    # Whether an answer consists of messages, each with a header that names its channel; `separator`
+    # begins all but the first.
+    has_channels: bool = False
     # Whether the chat template describes the tools; if not, `tools_prompt` does.
     describes_tools: bool = False
 
@@ -134,7 +137,9 @@ class ChatFormat:
     @property
     def special_tokens_of_text(self) -> frozenset[str]:
         """The same of an answer without calls."""
-        markers = (*(self.reasoning or ()), *(self.response or ()))
+        markers = [*(self.reasoning or ()), *(self.response or ())]
+        if self.has_channels:
+            markers += [self.begin, self.arguments_marker, self.separator]
         return frozenset(_TOKEN.findall(" ".join(markers)))
 
     @property
@@ -262,13 +267,24 @@ _FORMATS = (
         separator="",
         parameters=Parameters(after_name=":", separator=",", close="}", quote="<escape>"),
     ),
+    ChatFormat(
+        "harmony",
+        # Only the end of the answer follows a call.
+        begin="<|channel|>commentary to=functions.",
+        arguments_marker=" <|constrain|>json<|message|>",
+        wraps_each=True,
+        separator="<|start|>assistant",
+        reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+        has_channels=True,
+    ),
     ChatFormat("generic"),
 )
 FORMATS: Mapping[str, ChatFormat] = {row.name: row for row in _FORMATS}
-"""Every format by its name, a value of `--chat-format`; all without reasoning."""
+"""Every format by its name, a value of `--chat-format`; the template says how a model reasons."""
 
 # What the templates of a format have; the first row that fits counts.
 _SIGNS = (
+    ("harmony", ("<|start|>", "<|channel|>", "<|message|>")),
     ("mistral-args", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek-json", ("<｜tool▁calls▁begin｜>", "```json")),
@@ -291,7 +307,7 @@ def detect_format(template_source: str | None, name: str = AUTO) -> ChatFormat:
     """
     source = template_source or ""
     found = FORMATS[_name_of(source) if name == AUTO else name]
-    markers = next((pair for pair in _REASONING_MARKERS if pair[1] in source), None)
+    markers = next((pair for pair in _REASONING_MARKERS if pair[1] in source), found.reasoning)
     response = _RESPONSE_MARKERS if markers and _RESPONSE_MARKERS[1] in source else None
     # A template that describes tools in an unknown form would contradict the generic format.
     describes_tools = "tools" in source and found.name != "generic"

@@ -18,6 +18,14 @@ _ANY_SPACE = rf"[{_SPACE}]*"
 _SPACE_BEFORE = rf"[{_SPACE}]{{0,64}}"
 _NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+"'
 
+# Before a message of a channel; groups 1 and 3 are the function that it calls, 2 is the channel.
+_TO = r"(?:\s*to=(?:functions\.)?([^\s<]+))?"
+_HEADER = regex.compile(
+    rf"\s*(?:<\|start\|>assistant)?{_TO}\s*<\|channel\|>(\w+){_TO}"
+    r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+_MESSAGE_END = regex.compile(r"<\|(?:end|call|return)\|>")
+
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
@@ -108,6 +116,9 @@ class ChatParser:
 
     def _read_answer(self) -> _Reading[None]:
         yield
+        if self._format.has_channels:
+            yield from self._read_messages()
+            return
         if self._format.reasoning is not None:
             begin, _ = self._format.reasoning
             if self.has_reasoned or (yield from self._skip(begin)):
@@ -134,6 +145,23 @@ class ChatParser:
         # The end of the last call is missing: that is no error. A call after it is text.
         if "{" in self._text:
             self._events.append(ContentDelta(self._text))
+
+    def _read_messages(self) -> _Reading[None]:
+        """Messages of channels. Text without a header is content."""
+        while True:
+            header = yield from self._match(_HEADER)
+            if header is not None and (name := header[1] or header[3]) and self._parses_tools:
+                self._events.append(ToolCallStart(self._num_calls, name))
+                self._num_calls += 1
+                yield from self._read_json(self._num_calls - 1)
+                yield from self._skip("<|call|>")
+                continue
+            self.is_reasoning = header is not None and header[2] == "analysis"
+            self.has_reasoned |= self.is_reasoning
+            kind = ReasoningDelta if self.is_reasoning else ContentDelta
+            if (yield from self._show_until(_MESSAGE_END, kind)) is None:
+                return
+            self.is_reasoning = False
 
     def _read_reasoning(self) -> _Reading[None]:
         self.has_reasoned = self.is_reasoning = True
