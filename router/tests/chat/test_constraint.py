@@ -283,6 +283,9 @@ def test_what_arguments_one_by_one_can_not_be_is_refused(form: ChatFormat) -> No
 
     with pytest.raises(ToolError, match="does not allow the argument 'a b' of the tool f; use"):
         grammar({"a b": {}})
+    # What is no schema is llguidance's to refuse.
+    for broken in ([], {"a": {"type": 5}}, {"a": {"anyOf": 5}}, {"a": {"enum": 5}}, {"a": 5}):
+        assert grammar(broken) is not None  # type: ignore[arg-type]
     limited = {"a": {"type": "string", "pattern": "x+"}}
     assert grammar(limited) is not None
     if form.parameters and (form.parameters.quote or form.parameters.after_value):

@@ -13,6 +13,7 @@ from text_generation_router.chat.format import (
     ChatFormat,
     Parameters,
     ToolSpec,
+    listed,
     may_be_text,
 )
 from text_generation_router.errors import ToolError
@@ -262,6 +263,8 @@ class _ChatGrammar:
         fields: list[str] = []
         rules: list[str] = []
         properties = schema.get("properties", {})
+        if not isinstance(properties, Mapping):
+            return [f"{head} %json {json.dumps(schema)}"]  # which is refused for it
         if schema.get("additionalProperties") is not False:
             properties = {**properties, "": {}}
         for place, (key, value) in enumerate(properties.items()):
@@ -273,24 +276,24 @@ class _ChatGrammar:
             one = f"{name}_{place}"
             known = value if isinstance(value, Mapping) else {}
             parts = [
-                *([self._marker(form.before_name)] if form.before_name else ()),
+                self._marker(form.before_name),
                 json.dumps(key) if key else f"/{BARE_NAME.pattern}/",
                 self._marker(form.after_name.rstrip()),
-                *([r'"\n"'] if form.after_name.endswith("\n") else ()),
+                r'"\n"' if form.after_name.endswith("\n") else "",
                 self._value(form, tool, known, f"%json {json.dumps({**known, **shared})}", one),
-                *([f"(/ ?/ {json.dumps(form.separator.strip())} WS?)?"] if form.separator else ()),
+                f"(/ ?/ {json.dumps(form.separator.strip())} WS?)?" if form.separator else "",
             ]
             rules.append(f"{one}: {' '.join(parts)}")
-            if may_be_text(known) and not _choices(known):
-                rules += self._until(f"{one}_text", "TEXT", form.quote or form.after_value.rstrip())
-            fields.append(one + ("" if key in schema.get("required", ()) else "?" if key else "*"))
+            if end := form.quote or form.after_value.rstrip():
+                rules += self._until(f"{one}_text", "TEXT", end)
+            fields.append(one + ("" if key in listed(schema, "required") else "?" if key else "*"))
         return [f"{head} {' '.join(fields)} {self._marker(form.close)}", *rules]
 
     def _value(
         self, form: Parameters, tool: ToolSpec, schema: Mapping[str, Any], as_json: str, name: str
     ) -> str:
         """A value and what follows it."""
-        end = self._marker(form.after_value) if form.after_value else ""
+        end = self._marker(form.after_value)
         if not may_be_text(schema) or not (form.quote or form.after_value):
             return f"{as_json} {end}"
         if tool.strict and (more := sorted(schema.keys() - {"type", "enum", "const"})):
@@ -330,7 +333,7 @@ class _ChatGrammar:
 
 def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:
     """The only values that a schema allows; empty: it does not name them."""
-    return [schema["const"]] if "const" in schema else schema.get("enum", ())
+    return [schema["const"]] if "const" in schema else listed(schema, "enum")
 
 
 def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:

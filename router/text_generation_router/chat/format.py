@@ -31,8 +31,7 @@ class ToolSpec:
 
     def is_text(self, argument: str) -> bool:
         """Whether an argument is written as text where the format does not quote it."""
-        schema = (self.parameters or {}).get("properties", {}).get(argument)
-        return isinstance(schema, Mapping) and may_be_text(schema)
+        return may_be_text((self.parameters or {}).get("properties", {}).get(argument))
 
     def as_openai(self) -> dict[str, Any]:
         """As OpenAI's API and chat templates spell it."""
@@ -43,13 +42,21 @@ class ToolSpec:
         return {"type": "function", "function": function}
 
 
-def may_be_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema names strings among what it allows."""
+def may_be_text(schema: Any) -> bool:
+    """Whether a schema names strings among what it allows; one that is not valid does not."""
+    if not isinstance(schema, Mapping):
+        return False
     if "type" in schema:
-        return schema["type"] == "string" or "string" in schema["type"]
-    options = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
-    choices = schema.get("enum", ())
+        return schema["type"] == "string" or "string" in listed(schema, "type")
+    options = [*listed(schema, "anyOf"), *listed(schema, "oneOf")]
+    choices = listed(schema, "enum")
     return any(map(may_be_text, options)) or any(isinstance(choice, str) for choice in choices)
+
+
+def listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    """The list that is the keyword's value; empty: there is none."""
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 @dataclass(frozen=True, slots=True)
