@@ -28,7 +28,7 @@ SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 # Where a shell forbids compiled files, every run compiles all tests and their assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test unit unit-shard unit-others nightly coverage processors hostile fuzz soak conformance clients container-test check format proto gpu-wheels gpu-test gpu-bench bench
+.PHONY: install serve test unit unit-shard unit-others nightly coverage processors hostile transformers fuzz soak conformance clients container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -63,6 +63,9 @@ processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skyl
 hostile: .venv/.installed-dev ## attacks on a real server, and 800 random requests; needs root
 	$(if $(ARGS),$(PYTEST) $(HOSTILE) $(ARGS),$(PYTEST) -m "not timed" $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m timed $(HOSTILE))
+
+transformers: .venv-clients/transformers/.installed ## all models that transformers computes, by an older version of it
+	.venv-clients/transformers/bin/python -m pytest -m "not gpu" shard/tests/models $(PARALLEL) $(ARGS)
 
 fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
@@ -124,6 +127,14 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --override $(basename $<).overrides --requirement $<
 	$(BIN)/python -c '$(SITE_PACKAGES)' > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
+	touch $@
+
+# An older version than the tests', which have the rest.
+.venv-clients/transformers/.installed: $(CONFORMANCE)/requirements/transformers.txt .venv/.installed-dev | $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --no-deps --python $(@D)/bin/python --requirement $<
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE_PACKAGES)')')" \
+		> $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
 	touch $@
 
 # A package's own dependencies, such as llama.cpp, are not needed; torch is that of the tests.

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.errors import ModelError
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.slow
 # Capped scores; sinks and experts with biases; norms after, of whole queries; learned positions;
 # experts; latent attention; layers with a state.
 ALWAYS = ("gemma2", "gpt_oss", "olmo2", "gpt2", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_5_text")
+SINCE_5_24 = ("codegen", "gptj")
 NEW_TOKENS = 12
 SETTINGS = {"model_impl": "transformers"}
 # What the sentence says of each: transformers' code of Jamba and Mamba can not continue a text by
@@ -78,6 +81,8 @@ class Served:
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Each architecture in turn."""
+    if request.param in SINCE_5_24 and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("this version of transformers computes its attention in its own way")
     path = write_architecture(request.param, tmp_path_factory.mktemp("models") / request.param)
     prompts = ragged_prompts()
     answers = answers_of(path, prompts, NEW_TOKENS)

@@ -63,11 +63,11 @@ class TransformersModel:
         loaded = load(directory, config, device, quantize, self._interface.name)
         self.nbytes, self._modules = loaded.nbytes, loaded.model
         # Stands for the base model while scores are computed.
-        self._head = _Head(self._modules.base_model)
-        self._takes_positions = _takes(self._modules.base_model, "position_ids")
-        # Its name in other versions of transformers.
-        new = _takes(self._modules.base_model, "cache", by_name=True)
-        self._cache_name = "cache" if new else "past_key_values"
+        base = self._modules.base_model
+        self._head = _Head(base)
+        self._takes_positions = _first_taken(base, ("position_ids",)) is not None
+        # Before transformers 5.24 it had other names.
+        self._cache_name = _first_taken(base, ("cache", "past_key_values", "cache_params"))
         self.layers, self._states = self._probed(device)
         self.attention: Attention = self.layers
         self.is_deterministic = loaded.is_deterministic
@@ -180,7 +180,7 @@ class TransformersModel:
         given: dict[str, Any] = {"use_cache": states is not None}
         if self._takes_positions:
             given["position_ids"] = positions
-        if states is not None:
+        if states is not None and self._cache_name is not None:
             given[self._cache_name] = states
         with self._interface.handled_by(handler):
             out = self._modules.base_model(input_ids=input_ids, **given)
@@ -215,11 +215,10 @@ class TransformersModel:
         return scores
 
 
-def _takes(module: nn.Module, name: str, by_name: bool = False) -> bool:
-    """Whether a module's forward takes an argument; by_name: not only as one of any others."""
-    parameters = inspect.signature(module.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return name in parameters or (takes_any and not by_name)
+def _first_taken(module: nn.Module, names: Sequence[str]) -> str | None:
+    """The first of these arguments that a module's forward takes."""
+    taken = inspect.signature(module.forward).parameters
+    return next((name for name in names if name in taken), None)
 
 
 class _Head(nn.Module):
