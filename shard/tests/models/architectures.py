@@ -36,24 +36,24 @@ _SHAPE: Settings = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-_HEAD: Settings = {"head_dim": 32}
-_WINDOWS: Settings = {
+HEAD: Settings = {"head_dim": 32}
+WINDOWS: Settings = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 # Tied, embeddings of this size answer every token with itself.
 _UNTIED: Settings = {"tie_word_embeddings": False}
-_GEMMA: Settings = {**_HEAD, **_WINDOWS, **_UNTIED, "query_pre_attn_scalar": 24}
+_GEMMA: Settings = {**HEAD, **WINDOWS, **_UNTIED, "query_pre_attn_scalar": 24}
 _CAPS: Settings = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}
-_MULTIPLIERS: Settings = {
+MULTIPLIERS: Settings = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.13,
     "residual_multiplier": 0.6,
     "logits_scaling": 1.7,
 }
-_EXPERTS: Settings = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_NAMED_EXPERTS: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED_EXPERTS: Settings = {
+EXPERTS: Settings = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NAMED_EXPERTS: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED_EXPERTS: Settings = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -64,7 +64,7 @@ _ROUTED_EXPERTS: Settings = {
     "first_k_dense_replace": 1,
 }
 # Multi-head latent attention: queries and keys of 24 features, values of 16.
-_LATENT: Settings = {
+LATENT: Settings = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -80,7 +80,7 @@ _MAMBA: Settings = {
     "mamba_chunk_size": 8,
     "mamba_proj_bias": True,
 }
-_DELTA_NET: Settings = {
+DELTA_NET: Settings = {
     "head_dim": 32,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -88,18 +88,18 @@ _DELTA_NET: Settings = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-_CONVOLUTION: Settings = {
+CONVOLUTION: Settings = {
     "conv_bias": True,
     "layer_types": ["conv", "full_attention", "conv"],
 }
 
 SERVED: Mapping[str, Settings] = {
     "apertus": {},
-    "arcee": {**_HEAD, "attention_bias": True, "mlp_bias": True},
+    "arcee": {**HEAD, "attention_bias": True, "mlp_bias": True},
     "bamba": {**_MAMBA, "attn_layer_indices": [1], "attention_bias": True, "mlp_bias": True},
     "codegen": {"rotary_dim": 8},
     "cohere": {"logit_scale": 0.8, "use_qk_norm": True, "attention_bias": True},
-    "cohere2": {**_HEAD, **_WINDOWS, "logit_scale": 0.8},
+    "cohere2": {**HEAD, **WINDOWS, "logit_scale": 0.8},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2},
@@ -107,12 +107,12 @@ SERVED: Mapping[str, Settings] = {
         "without": ("hidden_size", "num_key_value_heads", "intermediate_size"),
     },
     "deepseek_v2": {
-        **_LATENT,
-        **_ROUTED_EXPERTS,
+        **LATENT,
+        **ROUTED_EXPERTS,
         "topk_method": "group_limited_greedy",
     },
-    "deepseek_v3": {**_LATENT, **_ROUTED_EXPERTS},
-    "ernie4_5": {**_HEAD, "use_bias": True},
+    "deepseek_v3": {**LATENT, **ROUTED_EXPERTS},
+    "ernie4_5": {**HEAD, "use_bias": True},
     "ernie4_5_moe": {
         "use_bias": True,
         "moe_intermediate_size": 32,
@@ -122,11 +122,11 @@ SERVED: Mapping[str, Settings] = {
         "moe_layer_start_index": 1,
         "moe_layer_end_index": 2,
     },
-    "exaone4": {**_HEAD, **_WINDOWS},
+    "exaone4": {**HEAD, **WINDOWS},
     "exaone_moe": {
-        **_HEAD,
-        **_WINDOWS,
-        **_NAMED_EXPERTS,
+        **HEAD,
+        **WINDOWS,
+        **NAMED_EXPERTS,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "n_group": 2,
     },
@@ -147,12 +147,12 @@ SERVED: Mapping[str, Settings] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "gemma": {**_HEAD, "attention_bias": True},
+    "gemma": {**HEAD, "attention_bias": True},
     "gemma2": {**_GEMMA, **_CAPS},
     "gemma3_text": _GEMMA,
     # The last two layers attend to keys and values of the first two.
     "gemma3n_text": {
-        **_HEAD,
+        **HEAD,
         **_UNTIED,
         "num_hidden_layers": 4,
         "sliding_window": WINDOW,
@@ -165,7 +165,7 @@ SERVED: Mapping[str, Settings] = {
     },
     # Heads of two sizes.
     "gemma4_text": {
-        **_HEAD,
+        **HEAD,
         **_UNTIED,
         "num_hidden_layers": 4,
         "sliding_window": WINDOW,
@@ -176,7 +176,7 @@ SERVED: Mapping[str, Settings] = {
     },
     # As Gemma 4 26B: values are keys where all is attended to, experts beside a dense block.
     "gemma4_text-experts": {
-        **_HEAD,
+        **HEAD,
         **_UNTIED,
         "num_hidden_layers": 4,
         "sliding_window": WINDOW,
@@ -193,29 +193,29 @@ SERVED: Mapping[str, Settings] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
-    "glm": _HEAD,
-    "glm4": _HEAD,
-    "glm4_moe": {**_HEAD, **_ROUTED_EXPERTS, "attention_bias": True, "use_qk_norm": True},
+    "glm": HEAD,
+    "glm4": HEAD,
+    "glm4_moe": {**HEAD, **ROUTED_EXPERTS, "attention_bias": True, "use_qk_norm": True},
     "gpt2": {**_UNTIED, "scale_attn_by_inverse_layer_idx": True},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neox": {},
-    "gpt_oss": {**_HEAD, **_WINDOWS, **_EXPERTS},
+    "gpt_oss": {**HEAD, **WINDOWS, **EXPERTS},
     "gptj": {"rotary_dim": 8},
-    "granitemoe": {**_MULTIPLIERS, **_EXPERTS, "attention_bias": True},
+    "granitemoe": {**MULTIPLIERS, **EXPERTS, "attention_bias": True},
     "granitemoehybrid": {
-        **_MULTIPLIERS,
-        **_EXPERTS,
+        **MULTIPLIERS,
+        **EXPERTS,
         **_MAMBA,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "position_embedding_type": "rope",
         "shared_intermediate_size": 32,
     },
-    "granitemoeshared": {**_MULTIPLIERS, **_EXPERTS, "shared_intermediate_size": 32},
+    "granitemoeshared": {**MULTIPLIERS, **EXPERTS, "shared_intermediate_size": 32},
     "helium": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
-    "hunyuan_v1_dense": {**_HEAD, "attention_bias": True},
-    "hyperclovax": {**_HEAD, **_MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
-    "lfm2": {**_CONVOLUTION, "block_multiple_of": 32},
-    "lfm2_moe": {**_CONVOLUTION, **_NAMED_EXPERTS, "num_dense_layers": 1},
+    "hunyuan_v1_dense": {**HEAD, "attention_bias": True},
+    "hyperclovax": {**HEAD, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
+    "lfm2": {**CONVOLUTION, "block_multiple_of": 32},
+    "lfm2_moe": {**CONVOLUTION, **NAMED_EXPERTS, "num_dense_layers": 1},
     "mamba2": {
         "num_heads": 8,
         "head_dim": 16,
@@ -224,12 +224,12 @@ SERVED: Mapping[str, Settings] = {
         "chunk_size": 8,
         "use_bias": True,
     },
-    "minicpm3": {**_LATENT, **_UNTIED, "dim_model_base": 32},
-    "minimax_m2": {**_HEAD, **_EXPERTS},
-    "ministral": {**_HEAD, **_WINDOWS},
+    "minicpm3": {**LATENT, **_UNTIED, "dim_model_base": 32},
+    "minimax_m2": {**HEAD, **EXPERTS},
+    "ministral": {**HEAD, **WINDOWS},
     # Queries are scaled by their position, in steps of 16.
     "ministral3": {
-        **_HEAD,
+        **HEAD,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e4,
@@ -240,14 +240,14 @@ SERVED: Mapping[str, Settings] = {
             "mscale_all_dim": 1.0,
         },
     },
-    "mixtral": {**_HEAD, **_EXPERTS, "sliding_window": WINDOW},
+    "mixtral": {**HEAD, **EXPERTS, "sliding_window": WINDOW},
     "nanochat": {"attention_bias": True},
-    "nemotron": {**_HEAD, "attention_bias": True, "mlp_bias": True},
+    "nemotron": {**HEAD, "attention_bias": True, "mlp_bias": True},
     # Steps of time have a least size in prompts only: with 0.001 transformers' scores of a token
     # depend on whether it was in the prompt.
     "nemotron_h": {
         "time_step_min": 1e-6,
-        **_ROUTED_EXPERTS,
+        **ROUTED_EXPERTS,
         "head_dim": 32,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "ssm_state_size": 16,
@@ -260,20 +260,20 @@ SERVED: Mapping[str, Settings] = {
     },
     "olmo": {"clip_qkv": 2.0},
     "olmo2": {"attention_bias": True},
-    "olmo3": _WINDOWS,
-    "olmoe": {**_EXPERTS, "num_experts": 4, "clip_qkv": 2.0},
+    "olmo3": WINDOWS,
+    "olmoe": {**EXPERTS, "num_experts": 4, "clip_qkv": 2.0},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     # As OPT 350M: embeddings are projected, and norms come last.
     "opt-350m": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     "persimmon": {},
     "phi": {"qk_layernorm": True},
-    "phimoe": {**_EXPERTS, "attention_bias": True, "lm_head_bias": True},
-    "qwen2_moe": {**_NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe_text": {**_DELTA_NET, **_NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
-    "qwen3_moe": {**_HEAD, **_NAMED_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    "qwen3_next": {**_DELTA_NET, **_NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
-    "seed_oss": _HEAD,
+    "phimoe": {**EXPERTS, "attention_bias": True, "lm_head_bias": True},
+    "qwen2_moe": {**NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**HEAD, **NAMED_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_next": {**DELTA_NET, **NAMED_EXPERTS, "shared_expert_intermediate_size": 48},
+    "seed_oss": HEAD,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": WINDOW},
     "vaultgemma": {**_GEMMA, **_CAPS, "tie_word_embeddings": True},
@@ -308,9 +308,9 @@ REFUSED: Mapping[str, Settings] = {
 
 
 def write_architecture(name: str, directory: Path, **overrides: Any) -> Path:
-    """Write a checkpoint of SERVED or REFUSED into the directory, which it returns. Two calls
-    write the same bytes. Overrides are fields of config.json."""
-    settings = {**_SHAPE, **({**SERVED, **REFUSED}[name]), **overrides}
+    """Write a checkpoint of SERVED or REFUSED, or of another model_type, into the directory, which
+    it returns. Two calls write the same bytes. Overrides are fields of config.json."""
+    settings = {**_SHAPE, **({**SERVED, **REFUSED}.get(name, {})), **overrides}
     for key in settings.pop("without", ()):
         del settings[key]
     config = transformers.AutoConfig.for_model(name.partition("-")[0], **settings)

@@ -23,6 +23,7 @@ from shard.tests.models.architectures import (
     ragged_prompts,
     write_architecture,
 )
+from shard.tests.models.rarer_architectures import RARER
 
 pytestmark = pytest.mark.slow
 
@@ -77,17 +78,19 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[*ALWAYS, *at_night(*(name for name in SERVED if name not in ALWAYS))],
+    params=[*ALWAYS, *at_night(*(name for name in {**SERVED, **RARER} if name not in ALWAYS))],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Each architecture in turn."""
-    if request.param in SINCE_5_24 and Version(transformers.__version__) < Version("5.24"):
+    name: str = request.param
+    if name in SINCE_5_24 and Version(transformers.__version__) < Version("5.24"):
         pytest.skip("this version of transformers computes its attention in its own way")
-    path = write_architecture(request.param, tmp_path_factory.mktemp("models") / request.param)
+    directory = tmp_path_factory.mktemp("models") / name
+    path = write_architecture(name, directory, **RARER.get(name, {}))
     prompts = ragged_prompts()
     answers = answers_of(path, prompts, NEW_TOKENS)
     engine = load_engine(path, 256, max_batch_size=16, max_total_tokens=128, **SETTINGS)
-    return Served(request.param, engine, prompts, answers)
+    return Served(name, engine, prompts, answers)
 
 
 def test_rows_that_join_leave_and_are_cut_have_the_tokens_of_transformers(served: Served) -> None:
