@@ -175,3 +175,13 @@ def test_what_can_not_be_served_is_refused_by_name(name: str, tmp_path: Path) ->
     with pytest.raises(ModelError, match=REFUSED_FOR[name]) as caught:
         load_engine(path, **SETTINGS)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_configuration_for_which_the_code_of_transformers_fails_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Every head has its own keys in this one, whatever the configuration says."""
+    settings = {**RARER["glm4_moe_lite"], "num_key_value_heads": 2}
+    path = write_architecture("glm4_moe_lite", tmp_path, **settings)
+    with pytest.raises(ModelError, match="Glm4MoeLiteForCausalLM can not be computed"):
+        load_engine(path, **SETTINGS)

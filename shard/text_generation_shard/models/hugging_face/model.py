@@ -1,7 +1,8 @@
 """A decoder whose modules are transformers' and whose attention, cache and products are ours."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,8 @@ class TransformersModel:
         probe, text, states = Probe(), self.config.text, PassStates({}, is_empty=True)
         one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._modules.set_attn_implementation(self._interface.probing_name)
-        try:
-            with torch.inference_mode():
-                self._run(one, one, probe, states)
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, ModelError):
-                raise
-            raise UnsupportedError(
-                f"{self.config.architecture} can not be computed with another attention and cache "
-                f"than its own ({type(error).__name__}: {error})"
-            ) from error
+        with torch.inference_mode(), _refused(self.config.architecture):
+            self._run(one, one, probe, states)
         self._modules.set_attn_implementation(self._interface.name)
         kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
         expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
@@ -209,10 +202,26 @@ class TransformersModel:
     def theirs(self, input_ids: Tensor) -> Tensor:
         """Scores [T, vocab_size] of one text [T], by transformers' own attention."""
         self._modules.set_attn_implementation("eager")
-        out = self._modules(input_ids=input_ids[None], use_cache=False)
+        with _refused(self.config.architecture):
+            out = self._modules(input_ids=input_ids[None], use_cache=False)
         self._modules.set_attn_implementation(self._interface.name)
         scores: Tensor = out.logits[0].float()
         return scores
+
+
+@contextmanager
+def _refused(architecture: str) -> Iterator[None]:
+    """UnsupportedError if transformers' code fails inside."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        sentence = str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"{architecture} can not be computed with another attention and cache than its own "
+            f"({type(error).__name__}: {sentence})"
+        ) from error
 
 
 def _first_taken(module: nn.Module, names: Sequence[str]) -> str | None:
