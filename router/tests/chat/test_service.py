@@ -106,3 +106,23 @@ async def test_steps_have_all_tokens_once(server: Server) -> None:
     assert "".join(output.delta for output in message.outputs) == text
     assert len(message.outputs) == len(text) + 1
     assert all(step.events for step in message.steps[:-1])
+
+
+TEMPLATES = Path(__file__).parents[1] / "chat_templates"
+
+
+async def test_arguments_one_by_one_become_json_by_the_schemas_of_the_tools(tmp_path: Path) -> None:
+    text = (
+        "I look.</think><tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n"
+        "<parameter=b>\n3\n</parameter>\n</function>\n</tool_call>"
+    )
+    (tmp_path / "chat_template.jinja").write_text((TEMPLATES / "qwen3.5.jinja").read_text())
+    tool = ToolSpec("f", None, {"properties": {"a": {"type": "string"}, "b": {"type": "number"}}})
+    async with serve(tmp_path, text) as server:
+        server.shards.script = [*script_of(text), EOS_ID]
+        parameters = replace(ASKED.parameters, max_new_tokens=200)
+        asked = replace(ASKED, tools=(tool,), tool_choice="required", parameters=parameters)
+        async with server.services.chat.start(asked) as [generation]:
+            message = await generation.collect()
+    assert message.tool_calls == (ToolCall("f", '{"a": "3", "b": 3}'),)
+    assert (message.reasoning, message.content) == ("I look.", None)

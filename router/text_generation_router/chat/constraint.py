@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from text_generation_router.chat.format import (
+    ARGUMENT_NAME,
     BARE_NAME,
     ChatFormat,
     Parameters,
@@ -28,8 +29,6 @@ _OPEN = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
     *("allOf", "anyOf", "oneOf", "$ref"),
 }
-# Keywords of a schema that those of its arguments refer to.
-_SHARED = ("$defs", "definitions", "x-guidance")
 
 
 def tool_grammar(
@@ -237,11 +236,7 @@ class _ChatGrammar:
     def _call(self, number: int, tool: ToolSpec) -> list[str]:
         form, schema = self.chat_format, json.dumps(_arguments_schema(tool))
         if form.arguments_marker:
-            if not BARE_NAME.fullmatch(tool.name):
-                raise ToolError(
-                    f"This model's chat format does not allow the tool name {tool.name!r}; use "
-                    "letters, digits, _ and -"
-                )
+            _check_name(BARE_NAME, "tool", tool.name)
             name = f"NAME_{number}: /{_SPACE}?/ {json.dumps(tool.name)}"
             head = f"call_{number}: NAME_{number} {self._marker(form.arguments_marker)}"
             if form.parameters is not None:
@@ -259,7 +254,7 @@ class _ChatGrammar:
         A separator may be missing or be too many: what the model writes is read all the same.
         """
         schema = _arguments_schema(tool)
-        shared = {key: schema[key] for key in _SHARED if key in schema}
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         fields: list[str] = []
         rules: list[str] = []
         properties = schema.get("properties", {})
@@ -268,19 +263,18 @@ class _ChatGrammar:
         if schema.get("additionalProperties") is not False:
             properties = {**properties, "": {}}
         for place, (key, value) in enumerate(properties.items()):
-            if key and not BARE_NAME.fullmatch(key):
-                raise ToolError(
-                    f"This model's chat format does not allow the argument {key!r} of the tool "
-                    f"{tool.name}; use letters, digits, _ and -"
-                )
+            if key:
+                _check_name(ARGUMENT_NAME, "argument", key)
             one = f"{name}_{place}"
             known = value if isinstance(value, Mapping) else {}
+            whole = {**known, "x-guidance": schema["x-guidance"]}
+            whole |= shared if '"$ref"' in json.dumps(known) else {}
             parts = [
                 self._marker(form.before_name),
-                json.dumps(key) if key else f"/{BARE_NAME.pattern}/",
+                json.dumps(key) if key else "/[\\w.$@-]+/",
                 self._marker(form.after_name.rstrip()),
                 r'"\n"' if form.after_name.endswith("\n") else "",
-                self._value(form, tool, known, f"%json {json.dumps({**known, **shared})}", one),
+                self._value(form, tool, known, f"%json {json.dumps(whole)}", one),
                 f"(/ ?/ {json.dumps(form.separator.strip())} WS?)?" if form.separator else "",
             ]
             rules.append(f"{one}: {' '.join(parts)}")
@@ -329,6 +323,15 @@ class _ChatGrammar:
             text = "WS?" if part.isspace() else json.dumps(part)
             found.append(text if token_id is None else f"<[{token_id}]>")
         return " ".join(found)
+
+
+def _check_name(pattern: re.Pattern[str], kind: str, name: str) -> None:
+    """Raises ToolError for a name that could not be read without quotes."""
+    if not pattern.fullmatch(name):
+        raise ToolError(
+            f"This model's chat format does not allow the {kind} name {name!r}; use letters, "
+            "digits, _ and -"
+        )
 
 
 def _choices(schema: Mapping[str, Any]) -> Sequence[Any]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 AUTO = "auto"
-BARE_NAME = re.compile(r"[^\s\[\]{}()<>=:\"]+")
-"""The name of a function or argument where the format writes it without quotes."""
+BARE_NAME = re.compile(r"[^\s\[\]{}()<>=\"]+")
+"""A function's name where the format writes it without quotes."""
+ARGUMENT_NAME = re.compile(r"[\w.$@/-]+")
+"""The same of an argument."""
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 """A part of a marker that may be one token of the tokenizer."""
 _REASONING_MARKERS = (

@@ -9,7 +9,13 @@ from typing import TypeVar
 
 import regex
 
-from text_generation_router.chat.format import BARE_NAME, ChatFormat, Parameters, ToolSpec
+from text_generation_router.chat.format import (
+    ARGUMENT_NAME,
+    BARE_NAME,
+    ChatFormat,
+    Parameters,
+    ToolSpec,
+)
 
 # JSON's whitespace.
 _SPACE = " \t\r\n"
@@ -331,7 +337,8 @@ def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", "regex.
     quote = f"({escape(form.quote)}|(?=[^{form.quote[:1]}]))" if form.quote else "()"
     return (
         regex.compile(
-            f"{space}{separator}{space}{before}({BARE_NAME.pattern}){space}{behind}{line_end}{quote}"
+            f"{space}{separator}{space}{before}({ARGUMENT_NAME.pattern}){space}"
+            f"{behind}{line_end}{quote}"
         ),
         regex.compile(last_line_end + escape(form.quote or form.after_value.strip())),
     )
