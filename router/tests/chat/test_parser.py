@@ -159,6 +159,21 @@ def test_texts_among_arguments_one_by_one_stay_as_they_are(form: ChatFormat) -> 
                     assert json.loads(event.text) == json.loads(arguments)
 
 
+@pytest.mark.parametrize("name", ["glm", "qwen-xml", "gemma"])
+def test_null_is_no_text_where_the_schema_names_it(name: str) -> None:
+    options = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    tools = [ToolSpec("f", parameters={"properties": {"a": options, "b": {"type": "string"}}})]
+    form = FORMATS[name]
+    for value in (None, "nullify", "nul", "", "null" if name == "gemma" else "x"):
+        arguments = json.dumps({"a": value, "b": "null"})
+        text = form.write_calls([("f", arguments)])
+        for pieces in ([text], list(text)):
+            parser = ChatParser(form, parses_tools=True, tools=tools)
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            shown = joined(events + parser.finish())
+            assert shown == calls(pairs=[("f", arguments)])
+
+
 def test_messages_of_channels_are_told_apart() -> None:
     call = "commentary to=functions.f <|constrain|>json<|message|>"
     text = (

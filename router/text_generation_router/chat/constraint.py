@@ -15,7 +15,7 @@ from text_generation_router.chat.format import (
     Parameters,
     ToolSpec,
     listed,
-    may_be_text,
+    may_be,
 )
 from text_generation_router.errors import ToolError
 from text_generation_router.grammar import as_item, plain_schema
@@ -288,7 +288,7 @@ class _ChatGrammar:
     ) -> str:
         """A value and what follows it."""
         end = self._marker(form.after_value)
-        if not may_be_text(schema) or not (form.quote or form.after_value):
+        if not may_be(schema, "string") or not (form.quote or form.after_value):
             return f"{as_json} {end}"
         if tool.strict and (more := sorted(schema.keys() - {"type", "enum", "const"})):
             raise ToolError(

@@ -31,9 +31,9 @@ class ToolSpec:
     # Whether a schema that can not be enforced in full is an error.
     strict: bool = False
 
-    def is_text(self, argument: str) -> bool:
-        """Whether an argument is written as text where the format does not quote it."""
-        return may_be_text((self.parameters or {}).get("properties", {}).get(argument))
+    def may_be(self, argument: str, kind: str) -> bool:
+        """Whether an argument's schema names a JSON type."""
+        return may_be((self.parameters or {}).get("properties", {}).get(argument), kind)
 
     def as_openai(self) -> dict[str, Any]:
         """As OpenAI's API and chat templates spell it."""
@@ -44,15 +44,16 @@ class ToolSpec:
         return {"type": "function", "function": function}
 
 
-def may_be_text(schema: Any) -> bool:
-    """Whether a schema names strings among what it allows; one that is not valid does not."""
+def may_be(schema: Any, kind: str) -> bool:
+    """Whether a schema names a JSON type among what it allows; one that is not valid does not."""
     if not isinstance(schema, Mapping):
         return False
     if "type" in schema:
-        return schema["type"] == "string" or "string" in listed(schema, "type")
+        return schema["type"] == kind or kind in listed(schema, "type")
+    if kind == "string" and any(isinstance(choice, str) for choice in listed(schema, "enum")):
+        return True
     options = [*listed(schema, "anyOf"), *listed(schema, "oneOf")]
-    choices = listed(schema, "enum")
-    return any(map(may_be_text, options)) or any(isinstance(choice, str) for choice in choices)
+    return any(may_be(option, kind) for option in options)
 
 
 def listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:

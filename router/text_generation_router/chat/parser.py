@@ -217,13 +217,18 @@ class ChatParser:
 
     def _read_parameters(self, form: Parameters, function: str, index: int) -> _Reading[bool]:
         """Arguments that are written one by one, shown as a JSON object; whether they end."""
-        before, text_end = _parameter_patterns(form)
+        before, text_end, nothing = _parameter_patterns(form)
         tool = self._tools.get(function, ToolSpec(function))
         stops = form.after_value[:1] or form.separator[0] + form.close
         shown = "{"
         while (found := (yield from self._match(before))) is not None:
-            is_text = found[2] or (form.after_value and tool.is_text(found[1]))
-            shown += f"{json.dumps(found[1], ensure_ascii=False)}: " + ('"' if is_text else "")
+            is_bare = bool(form.after_value) and tool.may_be(found[1], "string")
+            is_text = found[2] or is_bare
+            shown += f"{json.dumps(found[1], ensure_ascii=False)}: "
+            if is_bare and tool.may_be(found[1], "null") and (yield from self._match(nothing)):
+                shown += "null, "
+                continue
+            shown += '"' if is_text else ""
             self._events.append(ToolCallArguments(index, shown))
             if is_text:
                 has_ended = yield from self._show_until(
@@ -326,21 +331,23 @@ def _patterns(form: ChatFormat) -> _Patterns:
 
 
 @cache
-def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", "regex.Pattern[str]"]:
-    """What stands before a value, with the argument's name and a quote; what ends a text."""
+def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", ...]:
+    """What stands before a value, with the argument's name and a quote; what ends a text; null."""
     space, escape = _ANY_SPACE, re.escape
     separator = f"(?:{escape(form.separator.strip())})?"
     before, behind = _loose(form.before_name), _loose(form.after_name.rstrip())
     # One line end belongs to the marker, others to the text.
     line_end = r"(?:\n|(?=[^\n]))" if form.after_name.endswith("\n") else ""
     last_line_end = r"\n?" if form.after_value.startswith("\n") else ""
+    text_end = last_line_end + escape(form.quote or form.after_value.strip())
     quote = f"({escape(form.quote)}|(?=[^{form.quote[:1]}]))" if form.quote else "()"
     return (
         regex.compile(
             f"{space}{separator}{space}{before}({ARGUMENT_NAME.pattern}){space}"
             f"{behind}{line_end}{quote}"
         ),
-        regex.compile(last_line_end + escape(form.quote or form.after_value.strip())),
+        regex.compile(text_end),
+        regex.compile(f"(?:null|None){text_end}"),
     )
 
 
