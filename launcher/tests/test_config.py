@@ -33,7 +33,7 @@ def test_the_commands_of_a_hub_model():
     assert config.model_path is None
     assert config.download is not None
     logging = ["--logger-level", "INFO", "--json-output"]
-    hub = ["--revision=v1", "--huggingface-hub-cache=/c"]
+    hub = ["--huggingface-hub-cache=/c", "--revision=v1"]
     assert arguments(config.download.argv) == ["download-weights", "a/b", *hub, *logging]
     serve = ["serve", "{model_path}", "--uds-path={shard_uds_path}", "--rank=0", "--world-size=1"]
     assert arguments(config.shards[0].argv) == [*serve, *logging]
@@ -42,9 +42,9 @@ def test_the_commands_of_a_hub_model():
         "--tokenizer-name={model_path}",
         "--model-id=a/b",
         "--revision=v1",
-        "--waiting-served-ratio=0.3",
         "--hostname=0.0.0.0",
         "--port=3000",
+        "--waiting-served-ratio=0.3",
         "--graceful-termination-timeout=90",
         *logging,
     ]

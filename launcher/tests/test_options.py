@@ -137,13 +137,13 @@ def test_forwarding_passes_on_what_was_given_and_nothing_else():
     assert forward(values, Child.DOWNLOAD) == ("--revision=-odd",)
     assert forward(values, Child.ROUTER) == (
         "--revision=-odd",
-        "--waiting-served-ratio=0.3",
-        "--disable-grammar-support",
         "--hostname=0.0.0.0",
         "--port=3000",
+        "--waiting-served-ratio=0.3",
+        "--graceful-termination-timeout=90",
         "--cors-allow-origin=a",
         "--cors-allow-origin=b",
-        "--graceful-termination-timeout=90",
+        "--disable-grammar-support",
     )
 
 

@@ -1,5 +1,6 @@
-"""Each default and measure that more than one package needs. What only one package needs is in
-its `config.py`. `integration_tests/test_defaults.py` finds a second place."""
+"""Each default and measure that more than one package needs. What one package needs is there, and
+other defaults of flags are in `flags.py`. `integration_tests/test_defaults.py` finds a second
+place."""
 
 HOSTNAME = "0.0.0.0"
 PORT = 3000
@@ -8,14 +9,10 @@ TERMINATION_TIMEOUT_S = 90.0
 LAUNCHER_WAITING_SERVED_RATIO = 0.3
 """The launcher passes it to the router, whose own default differs. Both are TGI's."""
 LOGGER_LEVEL = "INFO"
-ROUTER_SERVICE_NAME = "text-generation-inference.router"
-SHARD_SERVICE_NAME = "text-generation-inference.server"
 
 # Shards
 SOCKET_NAME = "text-generation-server"
 """Prefix of the sockets' names, followed by `-` and the rank, in a folder of the launcher."""
-SHARD_UDS_PATH = f"/tmp/{SOCKET_NAME}"
-"""Prefix of the sockets of a shard that is started without a launcher."""
 MASTER_ADDR = "localhost"
 ROPE_FACTOR = 1.0
 STARTING_DEADLINE_S = 20.0

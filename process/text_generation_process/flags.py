@@ -1,4 +1,12 @@
-"""The flags of the launcher by subject, in the order of --help, with the children that get them."""
+"""The flags of all processes: name, type, default, help, limits.
+
+A field of `ShardFlags` or `RouterFlags` is a flag of that process. The launcher has it, too, and
+passes it on, unless it is made by `own`. A flag that both have is written in both.
+"""
+
+from dataclasses import MISSING, dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from text_generation_process import defaults
 from text_generation_process.option import (
@@ -7,17 +15,17 @@ from text_generation_process.option import (
     PORT,
     WITH_ROUTER,
     Child,
+    Choice,
     Mode,
     Option,
-    choice,
+    flag,
+    flags_of,
     is_address,
+    is_true,
     not_negative,
     number,
     path,
     refused,
-    router_option,
-    server_option,
-    shard_option,
     sizes,
     true_or_false,
     whole,
@@ -25,6 +33,8 @@ from text_generation_process.option import (
 )
 from text_generation_process.tracing import collector
 
+# Prefix of the sockets of a shard that is started without a launcher.
+_UDS_PATH = f"/tmp/{defaults.SOCKET_NAME}"
 # TGI's other values. Most of them need a checkpoint that is already quantized.
 _CHECKPOINT_QUANTIZATIONS = (
     "awq",
@@ -42,62 +52,274 @@ _ONLY_AT_LOAD = (
     f"while it loads; other methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: "
     "choose one of the three and an unquantized checkpoint"
 )
+_STEP_DEADLINE = (
+    "seconds that a step may take, and that one shard waits for another in it, before they are "
+    f"declared lost; by default {defaults.LEAST_STEP_DEADLINE_S:g} (on a GPU "
+    f"{defaults.LEAST_STEP_DEADLINE_ON_GPU_S:g}), or {defaults.STEP_DEADLINE_FACTOR:g} times what "
+    "warm-up expects of such a step"
+)
+_OTLP_ENDPOINT = (
+    "gRPC address of an OpenTelemetry collector that gets the traces of requests, like "
+    "http://127.0.0.1:4317"
+)
+_ROUTER_SERVICE = "text-generation-inference.router"
+_SHARD_SERVICE = "text-generation-inference.server"
+_OTLP_SERVICE_NAME = (
+    "name of the router and its shards in traces, by default "
+    f"{_ROUTER_SERVICE} and {_SHARD_SERVICE}"
+)
 
-MODEL = (
-    Option("model-id", "hub id or local directory; by default the embedded model"),
-    Option("revision", "branch, commit or refs/pr/N on the hub", to=(Child.DOWNLOAD, Child.ROUTER)),
-    shard_option("dtype", "data type of the weights", choice("float32", "float16", "bfloat16")),
-    shard_option("device", "device that computes the model", choice("cpu", "cuda")),
-    Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
-    shard_option(
-        "quantize",
+http = partial(flag, modes=HTTP)
+own = partial(flag, modes=())
+
+
+@dataclass(frozen=True)
+class ShardFlags:
+    """The flags of one shard."""
+
+    model_path: Path
+    """Directory with config.json and *.safetensors; no flag, but the first argument."""
+    uds_path: str = own(_UDS_PATH, "the shard's unix socket without -<rank>")
+    rank: int = own(0, "index of this shard")
+    world_size: int = own(1, "number of shards that the model is split over")
+    master_addr: str = own(defaults.MASTER_ADDR, "where rank 0 listens for the other ranks")
+    master_port: int = own(29500, "port of --master-addr")
+    step_deadline: float | None = flag(None, _STEP_DEADLINE, number(0))
+    dtype: str | None = flag(
+        None,
+        "data type of the weights; by default float32 on a CPU (bfloat16 if they are quantized), "
+        "on a GPU the checkpoint's own",
+        Choice("float32", "float16", "bfloat16"),
+    )
+    quantize: str | None = flag(
+        None,
         "quantize the weights to int8 or int4, or on cuda to fp8 (compute capability 8.9 or "
         "newer), while any float checkpoint loads",
-        choice("int8", "int4", "fp8", *_CHECKPOINT_QUANTIZATIONS),
+        Choice("int8", "int4", "fp8", *_CHECKPOINT_QUANTIZATIONS),
         refusal=_ONLY_AT_LOAD,
         plain=("int8", "int4", "fp8"),
-    ),
-    shard_option(
-        "deterministic",
-        "start only if a request's tokens are the same in every batch, bit for bit",
-        switch=True,
-    ),
-    router_option("speculate", "maximum tokens drafted per request and step; 0: none", whole(0)),
-    shard_option(
-        "kv-cache-dtype",
+    )
+    kv_cache_dtype: str | None = flag(
+        None,
         "store keys and values in 8 bits, without scales, instead of the type of --dtype (CUDA)",
-        choice("fp8_e4m3fn", "fp8_e5m2"),
-    ),
-    shard_option(
-        "model-impl",
+        Choice("fp8_e4m3fn", "fp8_e5m2"),
+    )
+    device: str | None = flag(
+        None,
+        "device that computes the model; by default cuda if there is a GPU",
+        Choice("cpu", "cuda"),
+    )
+    model_impl: str = flag(
+        "auto",
         "native: this server's own code, for the architectures that it knows; transformers: the "
         "modules of transformers, over this server's cache and batches; auto (the default): "
         "native where that is possible",
-        choice("auto", "native", "transformers"),
-    ),
-    shard_option(
-        "trust-remote-code",
+        Choice("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = flag(
+        False,
         "let transformers run the Python files of the model's folder, if its architecture needs "
         "them",
-        switch=True,
-    ),
-    refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
-    refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
-    shard_option("rope-scaling", "RoPE scaling, for a longer context", choice("linear", "dynamic")),
-    shard_option(
-        "rope-factor",
+    )
+    rope_scaling: str | None = flag(
+        None, "RoPE scaling, for a longer context", Choice("linear", "dynamic")
+    )
+    rope_factor: float | None = flag(
+        None,
         f"factor of --rope-scaling, {defaults.ROPE_FACTOR} if only --rope-scaling is given",
         number(0),
-    ),
-)
+    )
+    cuda_memory_fraction: float = flag(
+        1.0, "share of the GPU's memory that a shard may use", number(0, maximum=1)
+    )
+    cuda_graphs: tuple[int, ...] | None = flag(
+        None,
+        "on a GPU, numbers of tokens, separated by commas, for which steps without prompts are "
+        "recorded as CUDA graphs; 0: none; by default 1, 2, 4, 8 and every 8 up to "
+        "--max-batch-size",
+        sizes,
+        type=lambda given: tuple(int(size) for size in given.split(",") if size != "0"),
+    )
+    watermark_gamma: float = flag(
+        0.5, "share of the vocabulary that the watermark favours", number(0, 1)
+    )
+    watermark_delta: float = flag(2.0, "added to the scores of these tokens", not_negative)
+    deterministic: bool = flag(
+        False, "start only if a request's tokens are the same in every batch, bit for bit"
+    )
+    enable_reflection: bool = flag(
+        False, "gRPC reflection on the shards' sockets, for tools like grpcurl"
+    )
+    otlp_endpoint: str | None = http(None, _OTLP_ENDPOINT, collector)
+    otlp_service_name: str = http(_SHARD_SERVICE, _OTLP_SERVICE_NAME)
 
 
-_STEP_DEADLINE = (
-    f"{defaults.LEAST_STEP_DEADLINE_S:g} (on a GPU {defaults.LEAST_STEP_DEADLINE_ON_GPU_S:g}), or "
-    f"{defaults.STEP_DEADLINE_FACTOR:g} times what warm-up expects of such a step"
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFlags:
+    """The flags of the router; the names are TGI's with underscores."""
 
-SHARDS = (
+    tokenizer_name: str = own(MISSING, "directory that holds the model's tokenizer.json")
+    model_id: str | None = own(None, "name shown by /info; by default the tokenizer's name")
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "name of the model on OpenAI's and Anthropic's routes; may be repeated, answers have the "
+        "first; by default the model's id",
+    )
+    any_model_name: bool = flag(
+        True,
+        "false: OpenAI's and Anthropic's routes answer 404 to any other name (default true)",
+        true_or_false,
+        type=is_true,
+    )
+    revision: str | None = flag(None, "branch, commit or refs/pr/N on the hub", to=DOWNLOAD)
+    master_shard_uds_path: str = own(f"{_UDS_PATH}-0", "unix socket of the shard with rank 0")
+    await_shards: bool = own(
+        False, "wait for that socket without limit: the launcher starts and watches the shard"
+    )
+    step_deadline: float | None = flag(None, _STEP_DEADLINE, number(0))
+    hostname: str = http(
+        defaults.HOSTNAME,
+        "address to listen on (HOSTNAME counts only if it is an address: containers set it to "
+        "their own name)",
+        default=defaults.HOSTNAME,
+        environment_applies=is_address,
+    )
+    port: int = http(
+        defaults.PORT, "port to listen on", PORT, default=str(defaults.PORT), short="-p"
+    )
+    prometheus_port: int | None = http(None, "second port for /metrics", PORT)
+    max_concurrent_requests: int = flag(128, "maximum concurrent requests; more get 429", whole(1))
+    request_timeout: float | None = http(
+        None,
+        "maximum seconds from a request's arrival to the end of its answer; then it gets 504",
+        number(0),
+    )
+    max_queue_wait: float | None = http(
+        None, "maximum seconds that a request waits in the queue; then it gets 503", number(0)
+    )
+    max_best_of: int = flag(2, "maximum best_of of a request", whole(1))
+    max_stop_sequences: int = flag(4, "maximum stop sequences of a request", whole(0))
+    max_top_n_tokens: int = flag(5, "maximum top_n_tokens of a request", whole(0))
+    max_input_tokens: int | None = flag(None, "maximum tokens of a prompt", whole(1))
+    max_total_tokens: int | None = flag(None, "maximum tokens of a prompt and its answer", whole(1))
+    waiting_served_ratio: float = flag(
+        1.2,
+        "ratio of waiting to running requests above which waiting ones are admitted; without "
+        "prefill chunking only",
+        not_negative,
+        default=str(defaults.LAUNCHER_WAITING_SERVED_RATIO),
+    )
+    max_batch_prefill_tokens: int = flag(4096, "maximum prompt tokens in one step", whole(1))
+    max_batch_total_tokens: int | None = flag(
+        None, "maximum tokens of all running requests", whole(1)
+    )
+    max_waiting_tokens: int = flag(
+        20, "maximum steps that a waiting request waits; without prefill chunking only", whole(0)
+    )
+    max_batch_size: int | None = flag(None, "maximum running requests", whole(1))
+    disable_prefix_caching: bool = flag(
+        False, "compute every prompt from its first token; PREFIX_CACHING=false does the same"
+    )
+    disable_prefill_chunking: bool = flag(
+        False, "compute each prompt in one step if it fits; PREFILL_CHUNKING=0 does the same"
+    )
+    inter_token_latency_target_ms: int | None = flag(
+        None, "target duration of a step that carries parts of prompts, in milliseconds", whole(1)
+    )
+    speculate: int = flag(0, "maximum tokens drafted per request and step; 0: none", whole(0))
+    validation_workers: int = flag(2, "tokenizer threads of the router", whole(1))
+    max_client_batch_size: int = flag(
+        4,
+        "TGI's maximum of prompts in one request: /info reports it, no request is limited by it",
+        whole(1),
+    )
+    payload_limit: int = flag(2_000_000, "maximum bytes of a request body", whole(1))
+    api_key: tuple[str, ...] = http(
+        (),
+        "key that requests must send as a bearer token; may be repeated, then each key is valid",
+        secret=True,
+    )
+    api_key_file: str | None = http(
+        None,
+        "file with more keys, one per line; it is read again when it changes",
+        guards=True,
+    )
+    max_concurrent_requests_per_key: int | None = http(
+        None, "maximum concurrent requests of one API key; more get 429", whole(1)
+    )
+    max_tokens_per_minute_per_key: int | None = http(
+        None,
+        "maximum prompt and generated tokens of one API key per minute; more get 429",
+        whole(1),
+    )
+    public_docs: bool = http(False, "show /docs and the OpenAPI file without an API key")
+    graceful_termination_timeout: float = http(
+        defaults.TERMINATION_TIMEOUT_S,
+        "seconds that running requests have to end when the server stops",
+        not_negative,
+        default=f"{defaults.TERMINATION_TIMEOUT_S:g}",
+        short="-g",
+    )
+    ssl_certfile: str | None = http(None, "certificate for TLS (PEM)")
+    ssl_keyfile: str | None = http(None, "private key of the certificate (PEM)")
+    cors_allow_origin: tuple[str, ...] = http(
+        (),
+        "origin that browsers may send requests from; may be repeated; by default every origin",
+    )
+    aip_predict_route: str | None = http(None, "path that answers like /vertex", path)
+    aip_health_route: str | None = http(None, "path that answers like /health", path)
+    tokenizer_config_path: str | None = flag(
+        None, "a tokenizer_config.json or .jinja with the chat template"
+    )
+    chat_format: str = flag(
+        "auto",
+        "how the model writes tool calls; by default found from the chat template",
+        Choice(
+            *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
+            *("deepseek-json", "granite", "nemotron", "glm", "qwen-xml", "lfm2"),
+            *("gemma", "functiongemma", "generic"),
+        ),
+    )
+    pooling: str | None = flag(
+        None,
+        "which hidden state /v1/embeddings answers: of the last token, or the mean; by default as "
+        "the model's 1_Pooling/config.json says, else last",
+        Choice("last", "mean"),
+    )
+    reranker: bool = http(
+        False,
+        "serve /score and /rerank in the form of Qwen3-Reranker; by default if the model is one",
+    )
+    otlp_endpoint: str | None = http(None, _OTLP_ENDPOINT, collector)
+    otlp_service_name: str = http(_ROUTER_SERVICE, _OTLP_SERVICE_NAME)
+    disable_grammar_support: bool = flag(False, "refuse grammars")
+    json_output: bool = own(False, "write log lines as JSON objects")
+    logger_level: str = own(
+        defaults.LOGGER_LEVEL,
+        "least severe log lines shown",
+        Choice("DEBUG", "INFO", "WARNING", "ERROR"),
+        type=str.upper,
+    )
+    restart: bool = own(False, "wait for new shards when shards are lost; the launcher starts them")
+    resume_streams: bool = http(
+        True,
+        "false: streams that have begun end with an error when shards are replaced; true: they "
+        "continue after a pause (default true)",
+        true_or_false,
+        type=is_true,
+    )
+    num_restarts: int = own(0, "how often the launcher has replaced this router already")
+    launcher_fd: int | None = own(
+        None, "pipe on which the router reports to the launcher, which opens it"
+    )
+    progress_fd: int | None = own(
+        None, "pipe on which the launcher, which opens it, reports what the shards do"
+    )
+
+
+_LAUNCHER = (
+    Option("model-id", "hub id or local directory; by default the embedded model"),
+    Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
     Option(
         "num-shard",
         "processes that the model is split over; by default one for each GPU that "
@@ -116,13 +338,6 @@ SHARDS = (
     ),
     Option("master-port", "port of --master-addr; by default a free one", PORT),
     Option(
-        "step-deadline",
-        "seconds that a step may take, and that one shard waits for another in it, before they are "
-        f"declared lost; by default {_STEP_DEADLINE}",
-        number(0),
-        to=(Child.SHARD, Child.ROUTER),
-    ),
-    Option(
         "restart",
         "replace shards and router that end, up to 5 times in 10 minutes; RESTART=false or "
         "--no-restart: the server ends with them",
@@ -137,51 +352,14 @@ SHARDS = (
         has_environment=False,
         modes=HTTP,
     ),
-    server_option(
-        "resume-streams",
-        "false: streams that have begun end with an error when shards are replaced; true: they "
-        "continue after a pause (default true)",
-        true_or_false,
-    ),
     Option(
         "shard-uds-path",
         "prefix of the shards' unix sockets, -<rank> is appended; by default they are in a new "
         "folder that only this user can open, in XDG_RUNTIME_DIR or TMPDIR",
     ),
-    shard_option(
-        "cuda-memory-fraction",
-        "share of the GPU's memory that a shard may use",
-        number(0, maximum=1),
-    ),
-    shard_option(
-        "cuda-graphs",
-        "on a GPU, numbers of tokens, separated by commas, for which steps without prompts are "
-        "recorded as CUDA graphs; 0: none; by default 1, 2, 4, 8 and every 8 up to "
-        "--max-batch-size",
-        sizes,
-    ),
-    without_effect(
-        "disable-custom-kernels",
-        "pytgi computes every model with its own kernels",
-        switch=True,
-    ),
-    shard_option(
-        "enable-reflection",
-        "gRPC reflection on the shards' sockets, for tools like grpcurl",
-        switch=True,
-    ),
-    shard_option(
-        "watermark-gamma", "share of the vocabulary that the watermark favours", number(0, 1)
-    ),
-    shard_option("watermark-delta", "added to the scores of these tokens", not_negative),
-    without_effect(
-        "enable-prefill-logprobs",
-        "requests can always ask for the log-probabilities of their prompt (decoder_input_details)",
-        switch=True,
-    ),
-)
-
-PROCESS = (
+    Option("max-input-length", "the old name of --max-input-tokens", whole(1), modes=WITH_ROUTER),
+    # Google's Vertex AI sets it.
+    Option("aip-http-port", "port to listen on, overrides --port", PORT, modes=HTTP),
     Option(
         "input",
         "file with the requests, in OpenAI's batch format",
@@ -203,182 +381,45 @@ PROCESS = (
     ),
     Option("json-output", "log one JSON object per line", switch=True),
     Option(
-        "otlp-endpoint",
-        "gRPC address of an OpenTelemetry collector that gets the traces of requests, like "
-        "http://127.0.0.1:4317",
-        collector,
-        to=(Child.SHARD, Child.ROUTER),
-        modes=HTTP,
-    ),
-    Option(
-        "otlp-service-name",
-        "name of the router and its shards in traces, by default "
-        f"{defaults.ROUTER_SERVICE_NAME} and {defaults.SHARD_SERVICE_NAME}",
-        to=(Child.SHARD, Child.ROUTER),
-        modes=HTTP,
-    ),
-    without_effect(
-        "usage-stats",
-        "pytgi never sends usage statistics",
-        parse=choice("on", "off", "no-stack"),
-        plain=("off",),
-    ),
-    Option(
         "env",
         "print the runtime environment, then start",
         switch=True,
         has_environment=False,
         short="-e",
     ),
-    server_option(
-        "graceful-termination-timeout",
-        "seconds that running requests have to end when the server stops",
-        not_negative,
-        default=f"{defaults.TERMINATION_TIMEOUT_S:g}",
-        short="-g",
-    ),
 )
-
-
-LIMITS = (
-    router_option("validation-workers", "tokenizer threads of the router", whole(1)),
-    router_option("max-concurrent-requests", "maximum concurrent requests; more get 429", whole(1)),
-    server_option(
-        "request-timeout",
-        "maximum seconds from a request's arrival to the end of its answer; then it gets 504",
-        number(0),
+_OF_TGI = (
+    without_effect(
+        "disable-custom-kernels", "pytgi computes every model with its own kernels", switch=True
     ),
-    server_option(
-        "max-queue-wait",
-        "maximum seconds that a request waits in the queue; then it gets 503",
-        number(0),
-    ),
-    router_option("max-best-of", "maximum best_of of a request", whole(1)),
-    router_option("max-stop-sequences", "maximum stop sequences of a request", whole(0)),
-    router_option("max-top-n-tokens", "maximum top_n_tokens of a request", whole(0)),
-    router_option("max-input-tokens", "maximum tokens of a prompt", whole(1)),
-    Option("max-input-length", "the old name of --max-input-tokens", whole(1), modes=WITH_ROUTER),
-    router_option("max-total-tokens", "maximum tokens of a prompt and its answer", whole(1)),
-    router_option(
-        "waiting-served-ratio",
-        "ratio of waiting to running requests above which waiting ones are admitted; without "
-        "prefill chunking only",
-        not_negative,
-        default=str(defaults.LAUNCHER_WAITING_SERVED_RATIO),
-    ),
-    router_option("max-batch-prefill-tokens", "maximum prompt tokens in one step", whole(1)),
-    router_option(
-        "disable-prefix-caching",
-        "compute every prompt from its first token; PREFIX_CACHING=false does the same",
+    without_effect(
+        "enable-prefill-logprobs",
+        "requests can always ask for the log-probabilities of their prompt (decoder_input_details)",
         switch=True,
     ),
-    router_option(
-        "disable-prefill-chunking",
-        "compute each prompt in one step if it fits; PREFILL_CHUNKING=0 does the same",
-        switch=True,
+    without_effect(
+        "usage-stats",
+        "pytgi never sends usage statistics",
+        parse=Choice("on", "off", "no-stack"),
+        plain=("off",),
     ),
-    router_option(
-        "inter-token-latency-target-ms",
-        "target duration of a step that carries parts of prompts, in milliseconds",
-        whole(1),
-    ),
-    router_option("max-batch-total-tokens", "maximum tokens of all running requests", whole(1)),
-    router_option(
-        "max-waiting-tokens",
-        "maximum steps that a waiting request waits; without prefill chunking only",
-        whole(0),
-    ),
-    router_option("max-batch-size", "maximum running requests", whole(1)),
-    router_option(
-        "max-client-batch-size",
-        "TGI's maximum of prompts in one request: /info reports it, no request is limited by it",
-        whole(1),
-    ),
-    router_option("payload-limit", "maximum bytes of a request body", whole(1)),
-    router_option("disable-grammar-support", "refuse grammars", switch=True),
-    router_option(
-        "pooling",
-        "which hidden state /v1/embeddings answers: of the last token, or the mean; by default as "
-        "the model's 1_Pooling/config.json says, else last",
-        choice("last", "mean"),
-    ),
-    server_option(
-        "reranker",
-        "serve /score and /rerank in the form of Qwen3-Reranker; by default if the model is one",
-        switch=True,
-    ),
-)
-
-HTTP_SIDE = (
-    router_option(
-        "served-model-name",
-        "name of the model on OpenAI's and Anthropic's routes; may be repeated, answers have the "
-        "first; by default the model's id",
-        repeat=True,
-    ),
-    router_option(
-        "any-model-name",
-        "false: OpenAI's and Anthropic's routes answer 404 to any other name (default true)",
-        true_or_false,
-    ),
-    server_option(
-        "hostname",
-        "address to listen on (HOSTNAME counts only if it is an address: containers set it to "
-        "their own name)",
-        default=defaults.HOSTNAME,
-        environment_applies=is_address,
-    ),
-    server_option("port", "port to listen on", PORT, default=str(defaults.PORT), short="-p"),
-    server_option("prometheus-port", "second port for /metrics", PORT),
-    server_option(
-        "api-key",
-        "key that requests must send as a bearer token; may be repeated, then each key is valid",
-        repeat=True,
-        secret=True,
-    ),
-    server_option(
-        "api-key-file",
-        "file with more keys, one per line; it is read again when it changes",
-        guards=True,
-    ),
-    server_option(
-        "max-concurrent-requests-per-key",
-        "maximum concurrent requests of one API key; more get 429",
-        whole(1),
-    ),
-    server_option(
-        "max-tokens-per-minute-per-key",
-        "maximum prompt and generated tokens of one API key per minute; more get 429",
-        whole(1),
-    ),
-    server_option("public-docs", "show /docs and the OpenAPI file without an API key", switch=True),
-    server_option("ssl-certfile", "certificate for TLS (PEM)"),
-    server_option("ssl-keyfile", "private key of the certificate (PEM)"),
-    server_option(
-        "cors-allow-origin",
-        "origin that browsers may send requests from; may be repeated; by default every origin",
-        repeat=True,
-    ),
+    refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
+    refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
     refused("ngrok", "tunnels", "put a tunnel in front", switch=True),
     refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),
     refused("ngrok-edge", "tunnels", "put a tunnel in front"),
-    router_option(
-        "tokenizer-config-path", "a tokenizer_config.json or .jinja with the chat template"
-    ),
-    router_option(
-        "chat-format",
-        "how the model writes tool calls; by default found from the chat template",
-        choice(
-            *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
-            *("deepseek-json", "granite", "nemotron", "glm", "qwen-xml", "lfm2"),
-            *("gemma", "functiongemma", "harmony", "generic"),
-        ),
-    ),
-    # Google's Vertex AI sets these.
-    Option("aip-http-port", "port to listen on, overrides --port", PORT, modes=HTTP),
-    server_option("aip-predict-route", "path that answers like /vertex", path),
-    server_option("aip-health-route", "path that answers like /health", path),
 )
 
 
-OPTIONS: tuple[Option, ...] = (*MODEL, *SHARDS, *LIMITS, *HTTP_SIDE, *PROCESS)
+def _options() -> tuple[Option, ...]:
+    """The launcher's flags, in the order of --help, with the children that get them."""
+    found = {option.name: option for option in _LAUNCHER}
+    for child, flags in ((Child.SHARD, ShardFlags), (Child.ROUTER, RouterFlags)):
+        for _, option in flags_of(flags):
+            if option.modes != ():
+                known = found.get(option.name, option)
+                found[option.name] = replace(known, to=(*known.to, child))
+    return (*found.values(), *_OF_TGI)
+
+
+OPTIONS = _options()

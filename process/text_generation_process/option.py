@@ -1,15 +1,17 @@
-"""What an option of the launcher is, which child gets it, and how its values are read.
+"""What a flag is, which processes have it, and how its values are read.
 
 A parser returns the canonical spelling of a value; its ValueError names what was expected.
 """
 
+import argparse
 import ipaddress
 import sys
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
-from functools import partial
+from typing import Any, get_args, get_type_hints
 
 Values = Mapping[str, tuple[str, ...]]
 """Option name to its values in canonical spelling: one, or several where the flag repeats."""
@@ -50,15 +52,21 @@ def true_or_false(value: str) -> str:
     return canonical
 
 
-def choice(*names: str) -> Callable[[str], str]:
+def is_true(value: str) -> bool:
+    """The value of a flag that takes `true` or `false`."""
+    return true_or_false(value) == "true"
+
+
+class Choice:
     """One of the names, as spelled here."""
 
-    def parse(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"one of {', '.join(names)}")
-        return value
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
-    return parse
+    def __call__(self, value: str) -> str:
+        if value not in self.names:
+            raise ValueError(f"one of {', '.join(self.names)}")
+        return value
 
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[str], str]:
@@ -153,7 +161,7 @@ class Option:
     """The sentence that is logged for every value outside `plain`."""
     plain: tuple[str, ...] = ()
     modes: tuple[Mode, ...] | None = None
-    """The modes that have the option; None: those that start a child that gets it."""
+    """The launcher's modes that have it; None: those that start a child that gets it."""
 
     @property
     def flag(self) -> str:
@@ -172,11 +180,8 @@ class Option:
         return mode in self.modes
 
 
-SHARD, ROUTER, DOWNLOAD = (Child.SHARD,), (Child.ROUTER,), (Child.DOWNLOAD,)
+DOWNLOAD = (Child.DOWNLOAD,)
 HTTP = (Mode.SERVE,)
-router_option = partial(Option, to=ROUTER)
-server_option = partial(Option, to=ROUTER, modes=HTTP)
-shard_option = partial(Option, to=SHARD)
 WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
 
 
@@ -190,3 +195,66 @@ def refused(name: str, what: str, instead: str, **rest: object) -> Option:
     """An option of TGI that is known here, but not supported."""
     sentence = f"--{name} is not supported yet ({what}): {instead}"
     return Option(name, f"not supported yet: {what}", refusal=sentence, **rest)  # type: ignore[arg-type]
+
+
+def flag(
+    value: Any,
+    help: str,
+    parse: Callable[[str], str] = text,
+    type: Callable[[str], Any] | None = None,
+    **rest: Any,
+) -> Any:
+    """A field that is a flag with the default `value`; `rest`: more of its `Option`. False makes a
+    switch, () a flag that repeats. `type`: by default that of the field."""
+    option = Option("", help, parse, switch=value is False, repeat=value == (), **rest)
+    return field(default=value, metadata={"option": option, "type": type})
+
+
+def flags_of(config: type[Any]) -> Iterator[tuple[Field[Any], Option]]:
+    """The fields of a class that are flags."""
+    for one in fields(config):
+        if one.metadata:
+            yield one, replace(one.metadata["option"], name=one.name.replace("_", "-"))
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Adds the flags of a class to the command line of its process."""
+    hints = get_type_hints(config)
+    for one, option in flags_of(config):
+        kinds = get_args(hints[one.name]) or (hints[one.name],)
+        [kind, *_] = [kind for kind in kinds if kind is not types.NoneType]
+        how: dict[str, Any] = {"type": one.metadata["type"] or kind}
+        if option.switch:
+            how = {"action": "store_true"}
+        elif option.repeat:
+            how = {"action": _Append}
+        elif isinstance(option.parse, Choice):
+            how["choices"] = option.plain or option.parse.names
+        default = None if one.default is MISSING else one.default
+        parser.add_argument(option.flag, default=default, help=option.help, **how)
+
+
+def check_flags(config: Any) -> None:
+    """Raises ValueError, a sentence, for a value that a flag can not have."""
+    for one, option in flags_of(type(config)):
+        value = getattr(config, one.name)
+        if value is None or option.modes == () or (one.name == "port" and value == 0):
+            continue
+        for given in value if option.repeat else (value,):
+            try:
+                option.parse(str(given))
+            except ValueError as error:
+                raise ValueError(f"`{option.flag}` must be {error}. Given: {given}") from error
+
+
+class _Append(argparse.Action):
+    """Collects the values of a flag that is given several times."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from text_generation_process.descriptors import LineStream
 from text_generation_router import cli, services
+from text_generation_router.chat.format import AUTO, FORMATS
 from text_generation_router.cli import create_parser, main
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
@@ -27,6 +28,11 @@ def test_every_field_is_a_flag_with_its_default() -> None:
     options = vars(create_parser().parse_args(["--tokenizer-name", "dir"]))
     assert options.pop("command") is None
     assert RouterConfig(**options) == config()
+
+
+def test_every_chat_format_can_be_chosen() -> None:
+    [action] = [one for one in create_parser()._actions if one.dest == "chat_format"]
+    assert tuple(action.choices or ()) == (AUTO, *FORMATS)
 
 
 @pytest.mark.parametrize(

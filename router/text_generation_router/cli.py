@@ -1,7 +1,6 @@
 """`text-generation-router`: parses flags, starts the services in order, serves until SIGTERM."""
 
 import argparse
-import dataclasses
 import gc
 import logging
 import os
@@ -10,15 +9,16 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
 from text_generation_process.descriptors import raise_file_limit
+from text_generation_process.option import add_flags
 from text_generation_process.tracing import open_tracer
 
 from text_generation_router.app import create_app, create_refusal, create_starting
-from text_generation_router.config import VERSION, RouterConfig, flag, flags
+from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.front import Front
 from text_generation_router.keys import Keys
@@ -78,18 +78,8 @@ def create_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("command", nargs="?", choices=["print-schema"], help="Print the OpenAPI.")
-    add_flags(parser)
+    add_flags(parser, RouterConfig)
     return parser
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `RouterConfig`, with its default."""
-    hints = get_type_hints(RouterConfig)
-    for name, default, text, keywords in flags():
-        if default is dataclasses.MISSING:
-            default = None
-        keywords = {**_parsing(hints[name]), **keywords}
-        parser.add_argument(flag(name), default=default, help=text, **keywords)
 
 
 def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -179,30 +169,6 @@ def calm_garbage_collector() -> None:
 def _announce(number: int, frame: types.FrameType | None) -> None:
     """Runs when uvicorn raises its signal again, after the last response."""
     logger.info("Stopped by %s", signal.Signals(number).name)
-
-
-class _Append(argparse.Action):
-    """Collects the values of a flag that is given several times."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
-
-
-def _parsing(hint: Any) -> dict[str, Any]:
-    """The keywords of `add_argument` for a value of this type."""
-    if hint is bool:
-        return {"action": "store_true"}
-    if get_origin(hint) is tuple:
-        return {"action": _Append}
-    if get_origin(hint) is types.UnionType:
-        (hint,) = (part for part in get_args(hint) if part is not types.NoneType)
-    return {"type": hint}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from text_generation_process.defaults import LOGGER_LEVEL
 from text_generation_process.descriptors import Output, raise_file_limit
 from text_generation_process.logs import send_to_output
+from text_generation_process.option import add_flags
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import prepare_process
@@ -63,36 +64,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; defaults come from ShardConfig."""
+    """The parser; `serve` has the flags of ShardConfig."""
     parser = argparse.ArgumentParser(prog="text-generation-server", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="load a model and answer on a unix socket")
     serve.add_argument("model_path", type=Path, help="directory with config.json and weights")
-    serve.add_argument("--uds-path", default=ShardConfig.uds_path)
-    serve.add_argument("--rank", type=int, default=ShardConfig.rank)
-    serve.add_argument("--world-size", type=int, default=ShardConfig.world_size)
-    serve.add_argument("--master-addr", default=ShardConfig.master_addr)
-    serve.add_argument("--master-port", type=int, default=ShardConfig.master_port)
-    serve.add_argument("--step-deadline", type=float, default=ShardConfig.step_deadline)
-    serve.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
-    serve.add_argument("--quantize", choices=["int8", "int4", "fp8"])
-    serve.add_argument("--kv-cache-dtype", choices=["fp8_e4m3fn", "fp8_e5m2"])
-    serve.add_argument("--device", choices=["cpu", "cuda"])
-    implementations = ["auto", "native", "transformers"]
-    serve.add_argument("--model-impl", choices=implementations, default=ShardConfig.model_impl)
-    serve.add_argument("--trust-remote-code", action="store_true")
-    serve.add_argument("--rope-scaling", choices=["linear", "dynamic"])
-    serve.add_argument("--rope-factor", type=float)
-    serve.add_argument(
-        "--cuda-memory-fraction", type=float, default=ShardConfig.cuda_memory_fraction
-    )
-    serve.add_argument("--cuda-graphs", type=_sizes, metavar="N,N…")
-    serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
-    serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
-    serve.add_argument("--deterministic", action="store_true")
-    serve.add_argument("--enable-reflection", action="store_true")
-    serve.add_argument("--otlp-endpoint")
-    serve.add_argument("--otlp-service-name", default=ShardConfig.otlp_service_name)
+    add_flags(serve, ShardConfig)
     download = commands.add_parser("download-weights", help="bring a model to this machine")
     download.add_argument("model_id", help="hub id or local directory")
     download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")
@@ -101,11 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--logger-level", default=LOGGER_LEVEL, type=str.upper)
         command.add_argument("--json-output", action="store_true")
     return parser
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """Comma-separated numbers; "0" means none."""
-    return tuple(int(item) for item in text.split(",") if item != "0")
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -23,9 +23,9 @@ from typing import Any
 import orjson
 import uvloop
 from starlette.types import ASGIApp, Message
+from text_generation_process.option import add_flags
 
 from text_generation_router.app import create_app
-from text_generation_router.cli import add_flags
 from text_generation_router.config import RouterConfig
 from text_generation_router.json_file import without_line_ends
 from text_generation_router.logs import configure_logs
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    add_flags(parser)
+    add_flags(parser, RouterConfig)
     options = vars(parser.parse_args(arguments))
     source, target = options.pop("input"), options.pop("output")
     configure_logs(options["logger_level"], options["json_output"])

@@ -12,7 +12,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from text_generation_process.flags import OPTIONS
 from text_generation_process.option import Child, Mode
 
-from text_generation_router.config import RouterConfig, flag
+from text_generation_router.config import RouterConfig
 from text_generation_router.offline.shards_process import ShardsAddress
 from text_generation_router.services import Services, start
 
@@ -60,10 +60,10 @@ def sort_options(
         if option.to == (Child.ROUTER,):
             continue
         if option.switch and isinstance(value, bool):
-            shard_flags += [flag(name)] * value
+            shard_flags += [option.flag] * value
         else:
             written = str(value).lower() if isinstance(value, bool) else value
-            shard_flags.append(f"{flag(name)}={written}")
+            shard_flags.append(f"{option.flag}={written}")
     router_config(router, ShardsAddress("", "", ""))  # validates before the model is loaded
     return tuple(shard_flags), router
 
