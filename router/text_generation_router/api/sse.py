@@ -5,13 +5,14 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import orjson
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from text_generation_router.edge.front import DIRECT_SEND
+from text_generation_router.edge.front import STREAM
 from text_generation_router.errors import IncompleteGenerationError, RouterError
 from text_generation_router.json_file import without_line_ends
 
@@ -68,7 +69,7 @@ class EventStream(EventSourceResponse):
                     "headers": self.raw_headers,
                 }
             )
-            await self._run(receive, scope.get(DIRECT_SEND, send))
+            await send({"type": STREAM, "write": partial(self._run, receive)})
 
     async def _run(self, receive: Receive, send: Send) -> None:
         clock = asyncio.get_running_loop().time

@@ -14,12 +14,11 @@ STARTS_PER_TURN = 4
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 # These stay open during shutdown.
 ALWAYS_OPEN = PROBES | {"/metrics"}
-DIRECT_SEND = "text_generation_router.send"
-"""The key of the server's own `send` in a scope.
+STREAM = "text_generation_router.stream"
+"""The type of a message that is the whole body of a stream, which `write` writes to a `send`.
 
-A stream sends its start through all middleware, and its events directly: each layer of FastAPI,
-starlette and `Front` wraps `send` in another coroutine, which does nothing with events but costs
-time at each of them.
+It goes through all middleware once. Each layer of FastAPI and starlette wraps `send` in another
+coroutine, which does nothing with events but would cost time at each of them.
 """
 # After each piece of an answer, the next waits until the client reads.
 PIECE_BYTES = 65536
@@ -30,7 +29,7 @@ class Front:
     Large answers go out in pieces, and every answer has the id of its request.
 
     Starts at most `STARTS_PER_TURN` POSTs in one turn of the event loop; a single one does not
-    wait. Owns the queue of waiting POSTs. Gives streams the server's own `send` (`DIRECT_SEND`).
+    wait. Owns the queue of waiting POSTs.
     """
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
@@ -50,29 +49,26 @@ class Front:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        send_named = named(scope, send)
+        answer = in_pieces(named(scope, send), send)
         if self._is_closed and scope["path"] not in ALWAYS_OPEN:
-            await self._refuse(scope, receive, send_named)
+            await self._refuse(scope, receive, answer)
         elif scope["method"] != "POST":
-            await self.app(scope, receive, in_pieces(send_named))
+            await self.app(scope, receive, answer)
         else:
-            await self._run(scope, receive, send, send_named)
+            await self._run(scope, receive, answer)
 
     def close(self) -> None:
         """Refuses new requests from now on; running ones continue."""
         self._is_closed = True
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send, send_named: Send) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_running += 1
         scope[ARRIVAL] = asyncio.get_running_loop().time()
-        scope[DIRECT_SEND] = send
         try:
             await self._start()
-            await self.app(scope, receive, in_pieces(send_named))
+            await self.app(scope, receive, send)
         finally:
             self.num_running -= 1
-            # The server's `send` holds the scope: a reference cycle.
-            del scope[DIRECT_SEND]
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -99,13 +95,17 @@ class Front:
             loop.call_soon(self._turn, loop)
 
 
-def in_pieces(send: Send) -> Send:
-    """The same `send`, which waits for the client after each `PIECE_BYTES` of a body."""
+def in_pieces(send_start: Send, send: Send) -> Send:
+    """A `send` that waits for the client after each `PIECE_BYTES` of a body. `send_start` names the
+    answer; a stream (`STREAM`) is written to the server's own `send` as it comes."""
 
     async def send_pieces(message: Message) -> None:
+        if message["type"] == STREAM:
+            await message["write"](send)
+            return
         body = message.get("body", b"")
         if len(body) <= PIECE_BYTES:
-            await send(message)
+            await send_start(message)
             return
         for start in range(0, len(body), PIECE_BYTES):
             end = start + PIECE_BYTES
