@@ -78,7 +78,7 @@ async def collect(entry: Entry, pause_s: float = 10.0) -> Outcome:
     prefill = None
     while not tokens or tokens[-1].generated is None:
         try:
-            outputs = await asyncio.wait_for(entry.next_outputs(), pause_s)
+            outputs = await asyncio.wait_for(anext(entry), pause_s)
         except RouterError as error:
             return Outcome(tokens, prefill, None, error)
         for output in outputs:

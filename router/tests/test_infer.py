@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 from text_generation_router.errors import GenerationError, OverloadedError, ValidationError
-from text_generation_router.generation import Generation
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters, Limits, Validation
 
 from router.tests.scheduling import (
@@ -67,8 +67,8 @@ async def house(shards: FakeShards | None = None, permits: int = 8) -> AsyncIter
         assert infer.free_permits == permits
 
 
-async def ids_from(generation: Generation) -> list[int]:
-    result = await generation.collect()
+async def ids_from(entry: Entry) -> list[int]:
+    result = await entry.collect()
     return [token.id for token in result.tokens]
 
 

@@ -26,9 +26,9 @@ class Allowance:
     """Owns the running sequences and the token bucket of one API key; only `Infer` changes it.
 
     The bucket holds the tokens of one minute and refills at that rate. It admits a request while it
-    is above zero. A prompt is charged when it starts, and each generated token when it is read, so
-    the bucket can go below zero: then it admits nothing until it is above zero again. `now` is in
-    seconds, of a monotonic clock.
+    is above zero. A prompt is charged when it starts, and each generated token when it is
+    delivered, so the bucket can go below zero: then it admits nothing until it is above zero again.
+    `now` is in seconds, of a monotonic clock.
     """
 
     def __init__(self, limits: KeyLimits) -> None:

@@ -30,9 +30,8 @@ from text_generation_router.errors import (
     QueueWaitError,
     RouterError,
 )
-from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Ending, sequences_of
+from text_generation_router.request import Ending, GenerateResult, sequences_of
 from text_generation_router.request_options import NO_OPTIONS, Deadline, RequestOptions
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
@@ -122,7 +121,7 @@ class Infer:
     @asynccontextmanager
     async def start_many(
         self, asked: GenerateParameters | Asking, num_sequences: int, is_stream: bool = False
-    ) -> AsyncIterator[list[Generation]]:
+    ) -> AsyncIterator[list[Entry]]:
         """Takes permits (one per sequence, all or none), validates and submits: several generations
         of one prompt, which is computed once. Sequence i has the seed + i; only the first has
         prompt log-probabilities. A callable `asked` is called once the permits are taken.
@@ -132,7 +131,7 @@ class Infer:
         that never started counts as one failure. Raises RouterError.
         """
         arrival = time.perf_counter()
-        generations: list[Generation] = []
+        entries: list[Entry] = []
         try:
             if is_stream and isinstance(asked, GenerateParameters):
                 check_stream(asked)
@@ -142,27 +141,25 @@ class Infer:
                 request = await self._validation.validate(asked)
                 salt, priority = self._caller.salt, self._options.priority
                 requests = sequences_of(request, num_sequences, salt, priority)
-                entries = self._batcher.submit_many(requests)
+                allowance = self._caller.allowance
+                charge = None if allowance is None else allowance.take
+                entries = self._batcher.submit_many(requests, arrival, charge)
                 if self._trace is not None:
                     self._trace.follow(entries, arrival)
-                if (allowance := self._caller.allowance) is not None:
-                    allowance.take(len(request.input_ids), time.perf_counter())
-                    if request.is_prompt_only:
-                        allowance = None
-                generations = [Generation(entry, arrival, allowance) for entry in entries]
+                if charge is not None:
+                    charge(len(request.input_ids), time.perf_counter())
                 deadline = self._options.deadline
                 try:
                     with self._time_limits.over(entries, deadline):
                         await self._time_limits.begun(entries[0], deadline)
-                        yield generations
+                        yield entries
                 finally:
-                    for entry, generation in zip(entries, generations, strict=True):
+                    for entry in entries:
                         self._batcher.cancel(entry)
-                        generation.charge_unread()
         except BaseException as error:
-            self._note_failure(error, generations)
+            self._note_failure(error, entries)
             raise
-        self._count(generations, "dropped")
+        self._count(entries, "dropped")
 
     async def generate_many(
         self,
@@ -172,10 +169,10 @@ class Infer:
     ) -> list[GenerateResult]:
         """Whole generations of one prompt; one failure fails all. `check_prompt` is called with
         the number of prompt tokens, and may raise RouterError."""
-        async with self.start_many(asked, num_sequences) as generations:
+        async with self.start_many(asked, num_sequences) as entries:
             if check_prompt is not None:
-                check_prompt(generations[0].prompt_tokens)
-            results = await gather_or_cancel(generation.collect() for generation in generations)
+                check_prompt(entries[0].prompt_tokens)
+            results = await gather_or_cancel(entry.collect() for entry in entries)
         # All have the same prompt, and so the same log-probabilities of it.
         return [replace(result, prefill=results[0].prefill) for result in results]
 
@@ -210,41 +207,39 @@ class Infer:
             stack.enter_context(self._permits.taken(num))
             yield
 
-    def _note_failure(self, error: BaseException, generations: Sequence[Generation] = ()) -> None:
-        """Counts and logs the failure of a request; without generations it never started."""
+    def _note_failure(self, error: BaseException, entries: Sequence[Entry] = ()) -> None:
+        """Counts and logs the failure of a request; without entries it never started."""
         deadline = self._options.deadline
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             if deadline is None or not deadline.is_over:
-                self._count(generations, "dropped")
+                self._count(entries, "dropped")
                 return
             error = deadline.error()
         if isinstance(error, KeyLimitError):
             self._metrics.request_key_limit.inc(reason=error.reason)
         # Of a bug the caller logs the traceback.
         kind = error if isinstance(error, RouterError) else RouterError
-        if isinstance(error, RouterError) and all(error is not one.error for one in generations):
+        if isinstance(error, RouterError) and all(error is not entry.error for entry in entries):
             _log_failure(error)
-        self._count(generations, kind.metric_label, kind.error_type)
+        self._count(entries, kind.metric_label, kind.error_type)
 
-    def _count(
-        self, generations: Sequence[Generation], otherwise: str, error_type: str = ""
-    ) -> None:
-        """Counts how each generation ended. `otherwise` labels generations without an ending, or
+    def _count(self, entries: Sequence[Entry], otherwise: str, error_type: str = "") -> None:
+        """Counts how each entry ended. `otherwise` labels entries without an ending, or
         the request if there are none. Its span gets `error_type`, or else the same label."""
         trace = self._trace
-        if trace is not None and not generations:
+        if trace is not None and not entries:
             trace.fail(error_type or otherwise)
-        for generation in generations:
+        for entry in entries:
             if trace is not None:
-                generation.end_trace(trace, error_type or otherwise)
-            if generation.ending is not None:
-                self._count_success(generation.ending)
-            elif generation.error is not None:
-                _log_failure(generation.error)
-                self._metrics.request_failure.inc(err=generation.error.metric_label)
+                trace.end(entry, error_type or otherwise)
+            if entry.ending is not None:
+                self._count_success(entry.ending)
+            elif entry.error is not None:
+                _log_failure(entry.error)
+                self._metrics.request_failure.inc(err=entry.error.metric_label)
             else:
                 self._metrics.request_failure.inc(err=otherwise)
-        if not generations:
+        if not entries:
             self._metrics.request_failure.inc(err=otherwise)
 
     def _count_success(self, ending: Ending) -> None:

@@ -1,5 +1,6 @@
 """A validated request and its outputs: frozen values only."""
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -175,3 +176,27 @@ class TokenOutput(NamedTuple):
 
 
 Output = PrefillOutput | TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A whole generation; `top_tokens` has one entry per token, or is empty."""
+
+    prompt_ids: tuple[int, ...]
+    cached_tokens: int
+    prefill: PrefillOutput
+    tokens: tuple[Token, ...]
+    top_tokens: tuple[tuple[Token, ...], ...]
+    ending: Ending
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean over the generated tokens; -inf where it is not defined: the worst of all."""
+        total = sum(math.nan if t.logprob is None else t.logprob for t in self.tokens)
+        mean = total / len(self.tokens)
+        return -math.inf if math.isnan(mean) else mean

@@ -97,12 +97,12 @@ async def test_steps_have_all_tokens_once(server: Server) -> None:
     text = '{"name": "f", "arguments": {"x": 1}}'
     server.shards.script = [*script_of(text), EOS_ID]
     async with server.services.chat.start(ASKED) as [generation]:
-        assert generation.prompt_tokens == len(await server.services.chat.render(ASKED))
+        assert generation.entry.prompt_tokens == len(await server.services.chat.render(ASKED))
         message = await generation.collect()
     assert message.tool_calls == (ToolCall("f", '{"x": 1}'),)
     assert (message.content, message.reasoning) == (None, None)
     assert generation.has_tool_calls
-    assert generation.ending is not None
+    assert generation.entry.ending is not None
     assert "".join(output.delta for output in message.outputs) == text
     assert len(message.outputs) == len(text) + 1
     assert all(step.events for step in message.steps[:-1])

@@ -56,7 +56,7 @@ async def test_outputs_that_wait_are_read_together() -> None:
     async with running() as rig:
         entry = rig.submit(max_new_tokens=4)
         await rig.settle()
-        assert len(await entry.next_outputs()) == 4
+        assert len(await anext(entry)) == 4
 
 
 # ---- Cancellation ----
@@ -89,7 +89,7 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
 async def test_a_failed_prefill_fails_only_the_new_requests() -> None:
     async with running(FakeShards(hook=Failing(prefill=[2, 3]))) as rig:
         old = rig.submit((1,), 20)
-        await old.next_outputs()
+        await anext(old)
         failed = [await rig.outcome((n,), 20) for n in (2, 3)]
         assert (await collect(old)).generated is not None
         assert rig.batcher.is_healthy
@@ -145,7 +145,7 @@ async def test_a_prefill_whose_answer_was_lost_fails_all_its_rows() -> None:
     shards.prefill = prefill
     async with running(shards) as rig:
         old = rig.submit((1,), 20)
-        await old.next_outputs()
+        await anext(old)
         lose = True
         lost = await rig.outcome((2,), 20)
         assert "reset" in str(lost.error) and "reset" in str((await collect(old)).error)
@@ -193,7 +193,7 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
     entries = [rig.submit((n,), 9) for n in range(3)]
     run = asyncio.create_task(rig.batcher.run())
     if method == "filter":
-        await entries[0].next_outputs()
+        await anext(entries[0])
         rig.batcher.cancel(entries[0])
     await until(lambda: gate.is_reached)
     if gently:

@@ -48,7 +48,7 @@ async def test_few_wait_until_enough_steps_have_passed() -> None:
     limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 6}
     async with running(chunks_prompts=False, **limits) as rig:
         old = [rig.submit((n,), 20) for n in range(2)]
-        await old[0].next_outputs()
+        await anext(old[0])
         new = [rig.submit((n,), 20) for n in range(2)]
         await asyncio.gather(*map(collect, [*old, *new]))
     methods = [method for method, _ in rig.shards.calls]
@@ -61,7 +61,7 @@ async def test_many_do_not_wait() -> None:
     limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 100}
     async with running(chunks_prompts=False, **limits) as rig:
         old = [rig.submit((n,), 20) for n in range(2)]
-        await old[0].next_outputs()
+        await anext(old[0])
         new = [rig.submit((n,), 20) for n in range(3)]
         await asyncio.gather(*map(collect, [*old, *new]))
     assert prefills(rig) == [(0, 1), (2, 3, 4)]
@@ -113,7 +113,7 @@ async def test_the_time_of_a_filter_counts_with_the_delivery() -> None:
 
     async with running(FakeShards(hook=slow)) as rig:
         entries = [rig.submit((n,), 20) for n in range(2)]
-        await entries[0].next_outputs()
+        await anext(entries[0])
         rig.batcher.cancel(entries[0])
         await collect(entries[1])
     page = rig.metrics.render().decode()

@@ -26,7 +26,7 @@ async def test_one_turn_delivers_to_so_many_at_most() -> None:
         async def read(number: int) -> list[int]:
             ids: list[int] = []
             while len(ids) < 9:
-                outputs = await entries[number].next_outputs()
+                outputs = await anext(entries[number])
                 woken.append(turn)
                 ids += [output.token.id for output in outputs]
             return ids
@@ -44,7 +44,7 @@ async def test_steps_that_succeed_answer_for_the_shards(monkeypatch: pytest.Monk
     async with running(shards) as rig:
         assert not await rig.batcher.probe(), "nothing has succeeded yet"
         entry = rig.submit((1, 2), 2000)
-        await entry.next_outputs()
+        await anext(entry)
         assert await rig.batcher.probe(), "the shards were asked, though they had just answered"
         monkeypatch.setattr(batcher, "FRESH_S", 0.0)
         assert not await rig.batcher.probe(), "an answer of long ago"

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
-from text_generation_router.request import Ending, Request
+from text_generation_router.request import Request
 from text_generation_router.tracing import steps
 from text_generation_router.tracing.requests import TracedRequests
 from text_generation_router.tracing.steps import TracedShards
@@ -79,13 +79,10 @@ class Traced:
             await rig.turn(random.randrange(30))
         else:
             outcomes = list(await asyncio.gather(*(collect(entry) for entry in entries)))
-        for place, entry in enumerate(entries):
+        for entry in entries:
             rig.batcher.cancel(entry)
-            generated = None if leaves else outcomes[place].generated
             if trace is not None:
-                trace.end(
-                    entry, generated and Ending(generated, 1.0, 0.1, 0.2, 0.7, 0.1), "dropped"
-                )
+                trace.end(entry, "dropped")
         if trace is not None:
             trace.close(scope)
         return outcomes

@@ -34,10 +34,10 @@ from text_generation_router.errors import (
     RefusedByTemplateError,
     ToolError,
 )
-from text_generation_router.generation import Generation
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Infer
-from text_generation_router.request import Ending, Grammar, PrefillOutput, TokenOutput
+from text_generation_router.request import Grammar, PrefillOutput, TokenOutput
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters
 
 
@@ -73,38 +73,21 @@ class ChatMessage:
 
 
 class ChatGeneration:
-    """One generated sequence: an iterator over lists of steps that are ready together.
-
-    Every step has events, except that the last one may have tokens only. `ending` is set after the
-    last list. A failure raises RouterError.
+    """Reads `entry`, one sequence, as a chat: an iterator over lists of steps that are ready
+    together. Every step has events, except that the last one may have tokens only.
     """
 
-    def __init__(self, generation: Generation, parser: ChatParser) -> None:
-        self._generation = generation
+    def __init__(self, entry: Entry, parser: ChatParser) -> None:
+        self.entry = entry
         self._parser = parser
         self._held: list[TokenOutput] = []
         self._num_tokens = 0
         self._has_answer_begun = False
-        self.hide = generation.hide
-        """Declares that the client sees nothing before the end."""
-        self.prompt_tokens = generation.prompt_tokens
-        self.prompt_ids = generation.prompt_ids
-        """Of the rendered conversation."""
         self.has_tool_calls = False
         self.prefill: PrefillOutput | None = None
         """The prompt's log-probabilities, if requested; only the first sequence has them."""
         self.reasoning_tokens = 0
         """Tokens of the reasoning, markers included."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """How many prompt tokens the prefix cache had; known from the first step on."""
-        return self._generation.cached_tokens
-
-    @property
-    def ending(self) -> Ending | None:
-        """How the generation ended, once it has ended without an error."""
-        return self._generation.ending
 
     def __aiter__(self) -> AsyncIterator[list[ChatStep]]:
         return self
@@ -112,7 +95,7 @@ class ChatGeneration:
     async def __anext__(self) -> list[ChatStep]:
         steps: list[ChatStep] = []
         while not steps:
-            for output in await anext(self._generation):
+            for output in await anext(self.entry):
                 if isinstance(output, TokenOutput):
                     steps += self._steps(output)
                 else:
@@ -121,7 +104,7 @@ class ChatGeneration:
 
     async def collect(self) -> ChatMessage:
         """The whole message."""
-        self.hide()
+        self.entry.is_shown = False
         return message_of([step async for steps in self for step in steps])
 
     def _steps(self, output: TokenOutput) -> list[ChatStep]:
@@ -213,10 +196,9 @@ class ChatService:
             return made
 
         try:
-            async with self.infer.start_many(parameters, conversation.num_sequences) as generations:
+            async with self.infer.start_many(parameters, conversation.num_sequences) as entries:
                 yield [
-                    ChatGeneration(generation, self._parser(conversation, prompt))
-                    for generation in generations
+                    ChatGeneration(entry, self._parser(conversation, prompt)) for entry in entries
                 ]
         except GrammarError as error:
             if error.retry_after_s is not None:

@@ -133,17 +133,18 @@ async def _chat(service: ChatService, prompt: Any, conversation: Conversation) -
         # All run at the same time, although they are read one after the other.
         for index, generation in enumerate(generations):
             message = await generation.collect()
-            assert generation.ending is not None
+            ending = generation.entry.ending
+            assert ending is not None
             tokens = [output.token for output in message.outputs]
             tops = [output.top_tokens for output in message.outputs if output.top_tokens]
             completion = replace(
-                _completion(index, tokens, tops, generation.ending),
+                _completion(index, tokens, tops, ending),
                 text=message.content or "",
                 reasoning=message.reasoning,
                 tool_calls=message.tool_calls,
             )
             completions.append(completion)
-    return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
+    return RequestOutput(prompt, generations[0].entry.prompt_tokens, completions=tuple(completions))
 
 
 def _completion(

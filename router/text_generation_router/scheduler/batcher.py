@@ -128,8 +128,14 @@ class Batcher:
 
     # ---- Called by clients, between the steps of `run` ----
 
-    def submit_many(self, requests: Sequence[Request]) -> list[Entry]:
-        """Queues requests for the same prompt, which is computed once and shared.
+    def submit_many(
+        self,
+        requests: Sequence[Request],
+        arrival: float | None = None,
+        charge: Callable[[int, float], None] | None = None,
+    ) -> list[Entry]:
+        """Queues requests for the same prompt, which is computed once and shared. `arrival` and
+        `charge` are those of `Entry`.
 
         Only the first, which computes it, may ask for the prompt's log-probabilities. Raises
         ValidationError if one of them can never fit the KV blocks, ShuttingDownError and
@@ -144,7 +150,7 @@ class Batcher:
         ids = [next(self._entry_ids) for _ in requests]
         group = ids[0] if len(ids) > 1 else None
         entries = [
-            Entry(entry_id, request, Answer(request, self._tokenizer), group)
+            Entry(entry_id, request, Answer(request, self._tokenizer), group, arrival, charge)
             for entry_id, request in zip(ids, requests, strict=True)
         ]
         if not self._live:
@@ -298,7 +304,7 @@ class Batcher:
         now = time.perf_counter()
         newcomers = [entry for entry in plan.admitted if entry.started is None]
         for entry in newcomers:
-            entry.started, entry.num_reused_tokens = now, entry.num_cached_tokens
+            entry.started, entry.cached_tokens = now, entry.num_cached_tokens
         self._admissions.end(now, len(newcomers))
         self._meter.note_admission(plan)
 

@@ -146,4 +146,6 @@ class Delivery:
         if num_tokens > 1:
             self._gaps[0.0] += num_tokens - 1
         entry.last_delivered = now
+        if entry.charge is not None:
+            entry.charge(num_tokens, now)
         self._skipped[num_tokens - 1] += 1

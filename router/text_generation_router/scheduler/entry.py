@@ -3,11 +3,21 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from text_generation_router.errors import GenerationError, RouterError
-from text_generation_router.request import Output, Pooling, Request
+from text_generation_router.request import (
+    Ending,
+    GeneratedText,
+    GenerateResult,
+    Output,
+    Pooling,
+    PrefillOutput,
+    Request,
+    Token,
+    TokenOutput,
+)
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.prefix_cache import Chain, Tokens
@@ -25,15 +35,23 @@ class EntryState(Enum):
 
 
 class Entry:
-    """One accepted request, changed by Batcher and Planner; clients only await `next_outputs`.
+    """One accepted request, changed by Batcher and Planner. Its client iterates it for lists of
+    outputs that became ready together.
 
     While it runs, the KV of its first `num_computed` tokens is written. Once its whole input is
     computed, that is all its tokens but the last.
     """
 
     def __init__(
-        self, entry_id: int, request: Request, answer: Answer, group: int | None = None
+        self,
+        entry_id: int,
+        request: Request,
+        answer: Answer,
+        group: int | None = None,
+        arrival: float | None = None,
+        charge: Callable[[int, float], None] | None = None,
     ) -> None:
+        """`arrival`: when its HTTP request came; None: now."""
         self.id = entry_id
         self.rank = (-request.priority, entry_id)
         """Order of entries: lower first, by priority, then age. Unique."""
@@ -57,7 +75,7 @@ class Entry:
         """Its tokens when it was admitted; it decodes once all of them are computed."""
         self.num_cached_tokens = 0
         """Of `num_inputs`, those in shared blocks, or written there by its first step."""
-        self.num_reused_tokens = 0
+        self.cached_tokens = 0
         """Cached prompt tokens at its first admission, which its client sees."""
         self.chunk_len = 0
         """How many tokens behind the cached ones its first step computes."""
@@ -67,14 +85,32 @@ class Entry:
         self.num_losses = 0
         """How often the shards were lost while it ran."""
         self.queued = time.perf_counter()
+        self.arrival = self.queued if arrival is None else arrival
+        self.charge = charge
+        """Charges its caller for delivered tokens, at a time; None: they cost nothing."""
         self.started: float | None = None
         """When it was first admitted; preemption does not change it."""
         self.last_delivered: float | None = None
         """When the client last got a token."""
+        self.ending: Ending | None = None
+        """Set when the client has read the last output."""
+        self.error: RouterError | None = None
+        """The error that was raised to the client."""
         self._outputs: list[Output] = []
-        self._error: RouterError | None = None
+        # Follows the unread outputs.
+        self._failure: RouterError | None = None
         # The client awaits it while no output is ready.
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model reads it."""
+        return self.request.input_ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.input_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -119,30 +155,71 @@ class Entry:
 
     def fail(self, error: RouterError) -> None:
         """Ends with an error, which follows the unread outputs."""
-        self._error = error
+        self._failure = error
         self._wake()
 
-    async def next_outputs(self) -> list[Output]:
-        """All outputs that are ready, at least one; raises the error the entry ended with.
+    def __aiter__(self) -> AsyncIterator[list[Output]]:
+        return self
 
-        Without an error the last output is the TokenOutput whose `generated` is set: do not call
-        again after it.
-        """
+    async def __anext__(self) -> list[Output]:
+        """All outputs that are ready, at least one; raises the error the entry ended with."""
+        if self.ending is not None:
+            raise StopAsyncIteration
         if not self._outputs:
             await self.ready()
         outputs, self._outputs = self._outputs, []
+        last = outputs[-1]
+        if isinstance(last, TokenOutput) and last.generated is not None:
+            self.ending = self._ended(last.generated)
         return outputs
 
     async def ready(self) -> None:
         """Returns when there is an output; raises the error the entry ended with."""
         while not self._outputs:
-            if self._error is not None:
-                raise self._error
+            if self._failure is not None:
+                self.error = self._failure
+                raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    async def collect(self) -> GenerateResult:
+        """Reads it to the end, whole; raises its failure."""
+        self.is_shown = False
+        prefill = PrefillOutput(())
+        tokens: list[Token] = []
+        top_tokens: list[tuple[Token, ...]] = []
+        async for outputs in self:
+            for output in outputs:
+                if isinstance(output, PrefillOutput):
+                    prefill = output
+                    continue
+                tokens.append(output.token)
+                top_tokens.append(output.top_tokens)
+        assert self.ending is not None
+        return GenerateResult(
+            prompt_ids=self.prompt_ids,
+            cached_tokens=self.cached_tokens,
+            prefill=prefill,
+            tokens=tuple(tokens),
+            top_tokens=tuple(top_tokens) if self.request.top_n_tokens > 0 else (),
+            ending=self.ending,
+        )
+
+    def _ended(self, generated: GeneratedText) -> Ending:
+        now, queued, started = time.perf_counter(), self.queued, self.started
+        assert started is not None, "it has generated something"
+        inference_s = now - started
+        return Ending(
+            generated,
+            total_s=now - self.arrival,
+            validation_s=queued - self.arrival,
+            queue_s=started - queued,
+            inference_s=inference_s,
+            time_per_token_s=inference_s / max(1, generated.generated_tokens),
+        )
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

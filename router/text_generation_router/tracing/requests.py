@@ -141,9 +141,11 @@ class RequestTrace:
         self._num_sequences += len(entries)
         self._input_tokens += len(first.request.input_ids)
 
-    def end(self, entry: Entry, ending: Ending | None, error_type: str) -> None:
-        """A sequence has ended; `error_type` says why if `ending` is None."""
-        now = time.perf_counter()
+    def end(self, entry: Entry, error_type: str) -> None:
+        """A sequence has ended; `error_type` says why if it has no ending and no error."""
+        now, ending = time.perf_counter(), entry.ending
+        if entry.error is not None:
+            error_type = entry.error.error_type
         if ending is None:
             self.fail(error_type)
         if not entry.request.is_prompt_only:
@@ -238,7 +240,7 @@ class SequenceTrace:
         if started is not None:
             span = request.span("prefill", started, before)
             span.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
-            span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.num_reused_tokens)
+            span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.cached_tokens)
             spans.append((span, prefilled or now))
         if prefilled and (error_type or len(entry.token_ids) > 1):
             span = request.span("decode", prefilled, behind)

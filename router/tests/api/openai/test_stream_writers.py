@@ -73,10 +73,10 @@ def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
 async def test_outputs_of_a_reader_that_is_cancelled_are_kept() -> None:
     request = make_request((0,), 9)
     entry = Entry(0, request, Answer(request, make_tokenizer()))
-    reading = asyncio.create_task(entry.next_outputs())
+    reading = asyncio.create_task(anext(entry))
     await asyncio.sleep(0)
     reading.cancel()
     output = TokenOutput(Token(1, "a", -0.5))
     entry.deliver(output)
     await asyncio.wait({reading})
-    assert await entry.next_outputs() == [output]
+    assert await anext(entry) == [output]

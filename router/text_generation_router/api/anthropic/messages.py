@@ -36,6 +36,7 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.request import FinishReason
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 
 Json = dict[str, Any]
@@ -163,13 +164,13 @@ class MessageRun:
         writer = ContentWriter()
         async with self._chat.start(self._conversation) as (generation,):
             if not self._is_stream:
-                generation.hide()
+                generation.entry.is_shown = False
             first = asyncio.ensure_future(anext(generation))
             try:
                 await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
                 if first.done():
                     first.result()
-                message = {**self._message, "usage": _usage(generation, 0)}
+                message = {**self._message, "usage": _usage(generation.entry, 0)}
                 yield [{"type": "message_start", "message": message}]
                 if new := _blocks(writer, await first):
                     yield new
@@ -179,8 +180,9 @@ class MessageRun:
             async for steps in generation:
                 if new := _blocks(writer, steps):
                     yield new
-        assert generation.ending is not None
-        usage = _usage(generation, generation.ending.generated.generated_tokens)
+        ending = generation.entry.ending
+        assert ending is not None
+        usage = _usage(generation.entry, ending.generated.generated_tokens)
         delta = _stop(generation)
         last = list(writer.finish())
         self._message |= {"content": writer.blocks, **delta, "usage": usage}
@@ -195,20 +197,21 @@ def _blocks(writer: ContentWriter, steps: Sequence[ChatStep]) -> list[Json]:
     return [made for step in steps for event in step.events for made in writer.feed(event)]
 
 
-def _usage(generation: ChatGeneration, output_tokens: int) -> Json:
+def _usage(entry: Entry, output_tokens: int) -> Json:
     """`input_tokens` are the tokens that were not cached: clients add up all three kinds."""
     return {
-        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "input_tokens": entry.prompt_tokens - entry.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": generation.cached_tokens,
+        "cache_read_input_tokens": entry.cached_tokens,
         "output_tokens": output_tokens,
     }
 
 
 def _stop(generation: ChatGeneration) -> Json:
     """Why the message ended: `tool_use` if the model ended it after a call."""
-    assert generation.ending is not None
-    generated = generation.ending.generated
+    ending = generation.entry.ending
+    assert ending is not None
+    generated = ending.generated
     reason = _STOP_REASONS[generated.finish_reason]
     if generation.has_tool_calls and reason == "end_turn":
         reason = "tool_use"

@@ -133,7 +133,7 @@ class ChoiceStream:
             for event, scored in self._events(step):
                 if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
                     chunks.append(self._chunk(self._choice(_delta(event), scored)))
-        if (ending := self._generation.ending) is not None:
+        if (ending := self._generation.entry.ending) is not None:
             reason = _finish_reason(ending, self._generation.has_tool_calls)
             last = self._choice({}, finish_reason=reason)
             if body.tells_stop_reason:
@@ -150,7 +150,7 @@ class ChoiceStream:
         """The chunk in front of all tokens."""
         more: Json = {}
         if self._body.return_token_ids:
-            more["prompt_token_ids"] = self._generation.prompt_ids
+            more["prompt_token_ids"] = self._generation.entry.prompt_ids
         return {"choices": [self._choice(delta)], **more, **self._usage()}
 
     def _chunk(self, choice: Json) -> Json:
@@ -163,7 +163,7 @@ class ChoiceStream:
         """That of this choice so far, if each chunk has it."""
         if not self._body.tells_usage:
             return {}
-        made = self._generation
+        made = self._generation.entry
         return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
 
     def _choice(
@@ -247,9 +247,9 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     """The whole answer. Raises RouterError."""
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
     async with services.chat.start(conversation) as generations:
-        entries.add(generations[0].prompt_tokens)
+        entries.add(generations[0].entry.prompt_tokens)
         for generation in generations:
-            generation.hide()
+            generation.entry.is_shown = False
         steps: list[list[ChatStep]] = [[] for _ in generations]
         async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
@@ -265,8 +265,8 @@ def _whole(
     services: Services,
 ) -> Response:
     """The answer of generations that have ended."""
-    endings = [generation.ending for generation in generations if generation.ending is not None]
-    prompt_tokens = generations[0].prompt_tokens
+    endings = [one.entry.ending for one in generations if one.entry.ending is not None]
+    prompt_tokens = generations[0].entry.prompt_tokens
     answer = _head("chat.completion", body, services) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
@@ -275,7 +275,7 @@ def _whole(
         "usage": _totals(generations),
     }
     if body.return_token_ids:
-        answer["prompt_token_ids"] = generations[0].prompt_ids
+        answer["prompt_token_ids"] = generations[0].entry.prompt_ids
     if body.prompt_logprobs is not None and (prompt := generations[0].prefill) is not None:
         answer["prompt_logprobs"] = prompt_logprobs(prompt, body.prompt_logprobs)
     times = timing_headers(endings, prompt_tokens, _characters(conversation), services)
@@ -311,9 +311,9 @@ def _head(kind: str, body: ChatRequest, services: Services) -> Json:
 def _totals(generations: Sequence[ChatGeneration]) -> Json:
     """The usage of all generations, which have ended; they have one prompt."""
     return stream.usage(
-        generations[0].prompt_tokens,
-        generations[0].cached_tokens,
-        stream.generated_tokens(generations),
+        generations[0].entry.prompt_tokens,
+        generations[0].entry.cached_tokens,
+        stream.generated_tokens(generation.entry for generation in generations),
         sum(generation.reasoning_tokens for generation in generations),
     )
 

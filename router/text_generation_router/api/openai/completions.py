@@ -32,9 +32,15 @@ from text_generation_router.api.routes import (
     open_stream,
     post_router,
 )
-from text_generation_router.generation import GenerateResult, Generation
 from text_generation_router.infer import gather_or_cancel
-from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
+from text_generation_router.request import (
+    FinishReason,
+    GeneratedText,
+    GenerateResult,
+    Output,
+    TokenOutput,
+)
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
@@ -240,7 +246,7 @@ class _ChoiceStream:
         index: int,
         body: CompletionRequest,
         prompt: Prompt,
-        generation: Generation,
+        generation: Entry,
         tokenizer: Tokenizer,
     ) -> None:
         self._index = index
@@ -310,10 +316,10 @@ async def _stream(
     head = stream.envelope("cmpl", "text_completion", services, body.request_id)
     chunk_writer = stream.ChunkWriter(head, body)
     async with AsyncExitStack() as stack:
-        generations: list[Generation] = []
+        generations: list[Entry] = []
         writers: list[_ChoiceStream] = []
         # Of each prompt the first, which computes it.
-        firsts: list[Generation] = []
+        firsts: list[Entry] = []
         for prompt in prompts:
             started = await stack.enter_async_context(
                 services.infer.start_many(prompt.asked, body.num_sequences)

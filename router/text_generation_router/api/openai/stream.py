@@ -11,9 +11,8 @@ import orjson
 from text_generation_router.api.errors import RequestError, describe
 from text_generation_router.api.openai.schemas import SamplingBody
 from text_generation_router.api.sse import event
-from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
-from text_generation_router.generation import Generation
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -89,7 +88,7 @@ def check_num_sequences(num: int, field: str, services: Services) -> None:
         )
 
 
-def generated_tokens(generations: Iterable[Generation | ChatGeneration]) -> int:
+def generated_tokens(generations: Iterable[Entry]) -> int:
     """Tokens of all generations, which have ended."""
     endings = [generation.ending for generation in generations]
     return sum(ending.generated.generated_tokens for ending in endings if ending is not None)

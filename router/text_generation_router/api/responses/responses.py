@@ -76,7 +76,7 @@ class ResponseRun:
         writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
         async with self._services.chat.start(self._conversation) as (generation,):
             if not body.stream:
-                generation.hide()
+                generation.entry.is_shown = False
             yield self._created()
             async for steps in generation:
                 batch = [event for step in steps for event in self._step_events(step, writer)]
@@ -106,21 +106,22 @@ class ResponseRun:
         return found
 
     def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
-        assert generation.ending is not None
-        generated = generation.ending.generated
+        entry = generation.entry
+        assert entry.ending is not None
+        generated = entry.ending.generated
         is_complete = generated.finish_reason is not FinishReason.LENGTH
         last = list(writer.finish(is_complete))
         fields: Json = {
             "output": writer.items,
             "usage": {
-                "input_tokens": generation.prompt_tokens,
+                "input_tokens": entry.prompt_tokens,
                 "input_tokens_details": {
-                    "cached_tokens": generation.cached_tokens,
+                    "cached_tokens": entry.cached_tokens,
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": generated.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
-                "total_tokens": generation.prompt_tokens + generated.generated_tokens,
+                "total_tokens": entry.prompt_tokens + generated.generated_tokens,
             },
         }
         if is_complete:

@@ -28,8 +28,7 @@ from text_generation_router.api.tgi.schemas import (
 )
 from text_generation_router.api.tokens import TokenizedToken, render_tokens, token_answer
 from text_generation_router.errors import DeadlineError, RouterError
-from text_generation_router.generation import GenerateResult
-from text_generation_router.request import Output, Token, TokenOutput
+from text_generation_router.request import GenerateResult, Output, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
