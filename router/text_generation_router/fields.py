@@ -122,6 +122,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
+def optional(description: str, **more: Any) -> Any:
+    """A field that may be left out, or null."""
+    return Field(default=None, description=description, **more)
+
+
 def refuses(*harmless: Any, sentence: str = "not supported; leave it out") -> AfterValidator:
     """For an unsupported field: only null and the values in `harmless` are accepted."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import Field, model_validator
 
-from text_generation_router.fields import Body
+from text_generation_router.fields import Body, optional
 from text_generation_router.request import Grammar
 
 JsonSchema = dict[str, Any]
@@ -28,19 +28,15 @@ class NamedSchemaBody(Body):
     schema_: JsonSchema = Field(
         alias="schema", description="The schema.", examples=[{"type": "object"}]
     )
-    name: str | None = Field(default=None, description="Changes nothing.")
+    name: str | None = optional("Changes nothing.")
 
 
 class SchemaGrammarBody(Body):
     """A JSON schema, where TGI has it (`value`) or where OpenAI has it (`json_schema`)."""
 
     type: Literal["json_schema"]
-    value: NamedSchemaBody | None = Field(
-        default=None, description="The schema. Give this or `json_schema`."
-    )
-    json_schema: NamedSchemaBody | None = Field(
-        default=None, description="The schema. Give this or `value`."
-    )
+    value: NamedSchemaBody | None = optional("The schema. Give this or `json_schema`.")
+    json_schema: NamedSchemaBody | None = optional("The schema. Give this or `value`.")
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:
@@ -68,13 +64,11 @@ class JsonFormatBody(Body):
     """Any JSON object, or one that follows a schema, in TGI's spelling or in LangChain's."""
 
     type: Literal["json_object", "json"] = Field(description="Both words mean the same.")
-    value: JsonSchema | str | None = Field(
-        default=None, description="The schema as TGI's clients send it. Default: any object."
+    value: JsonSchema | str | None = optional(
+        "The schema as TGI's clients send it. Default: any object."
     )
-    schema_: JsonSchema | None = Field(
-        default=None,
-        alias="schema",
-        description="The schema as LangChain sends it. Default: any object.",
+    schema_: JsonSchema | None = optional(
+        "The schema as LangChain sends it. Default: any object.", alias="schema"
     )
 
 

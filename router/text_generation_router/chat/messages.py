@@ -7,7 +7,7 @@ import orjson
 from pydantic import AliasChoices, Field, model_validator
 
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.fields import Body, Items, Refused
+from text_generation_router.fields import Body, Items, Refused, optional
 
 _CHOICES = ("auto", "none", "required")
 # The roles that are renamed for chat templates; all others stay as they are.
@@ -20,11 +20,8 @@ class ContentPart(Body):
     """A part of a message: text, or a refusal of the assistant."""
 
     type: str = Field(description="`text` or `refusal`.", examples=["text"])
-    text: str | None = Field(default=None, description="For the type `text`.")
-    refusal: str | None = Field(
-        default=None,
-        description="For the type `refusal`: the assistant's refusal.",
-    )
+    text: str | None = optional("For the type `text`.")
+    refusal: str | None = optional("For the type `refusal`: the assistant's refusal.")
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
@@ -81,32 +78,20 @@ class MessageBody(Body):
         "template gets any other role unchanged.",
         examples=["user"],
     )
-    content: str | Items[ContentPart] | None = Field(
-        default=None, description="A text, or parts.", examples=["What is Deep Learning?"]
+    content: str | Items[ContentPart] | None = optional(
+        "A text, or parts.", examples=["What is Deep Learning?"]
     )
-    name: str | None = Field(
-        default=None, description="The name of the author, if the chat template uses it."
+    name: str | None = optional("The name of the author, if the chat template uses it.")
+    tool_calls: Items[ToolCallBody] | None = optional("The calls that the assistant made.")
+    tool_call_id: str | None = optional("The id of the call that this message is the result of.")
+    refusal: str | None = optional("The assistant's refusal, instead of `content`.")
+    reasoning_content: str | None = optional(
+        "The assistant's reasoning. The chat template decides if the model sees it."
     )
-    tool_calls: Items[ToolCallBody] | None = Field(
-        default=None, description="The calls that the assistant made."
-    )
-    tool_call_id: str | None = Field(
-        default=None, description="The id of the call that this message is the result of."
-    )
-    refusal: str | None = Field(
-        default=None, description="The assistant's refusal, instead of `content`."
-    )
-    reasoning_content: str | None = Field(
-        default=None,
-        description="The assistant's reasoning. The chat template decides if the model sees it.",
-    )
-    reasoning: str | None = Field(
-        default=None, description="The same as `reasoning_content`, which wins."
-    )
+    reasoning: str | None = optional("The same as `reasoning_content`, which wins.")
     audio: Refused = None
-    function_call: CalledFunction | None = Field(
-        default=None,
-        description="The old form of `tool_calls`. A message of the role function answers it.",
+    function_call: CalledFunction | None = optional(
+        "The old form of `tool_calls`. A message of the role function answers it."
     )
 
     @model_validator(mode="after")
@@ -163,16 +148,13 @@ class FunctionBody(Body):
     name: str = Field(
         min_length=1, description="The name of the function.", examples=["get_weather"]
     )
-    description: str | None = Field(
-        default=None, description="What the function does, for the model."
-    )
-    parameters: dict[str, Any] | None = Field(
-        default=None,
+    description: str | None = optional("What the function does, for the model.")
+    parameters: dict[str, Any] | None = optional(
+        "JSON schema of the arguments. Default: no arguments. `arguments` is the same.",
         validation_alias=AliasChoices("parameters", "arguments"),
-        description="JSON schema of the arguments. Default: no arguments. `arguments` is the same.",
     )
-    strict: bool | None = Field(
-        default=None, description="Refuse the request if a part of the schema can not be enforced."
+    strict: bool | None = optional(
+        "Refuse the request if a part of the schema can not be enforced."
     )
 
 

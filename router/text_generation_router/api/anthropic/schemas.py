@@ -16,6 +16,7 @@ from text_generation_router.fields import (
     Items,
     Refused,
     ToolName,
+    optional,
     refuses,
 )
 
@@ -209,9 +210,7 @@ class CountTokensRequest(Body):
     tool_choice: Annotated[ToolChoice | ForcedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutputFormat | None = Field(
-        default=None, description="The older place of `output_config.format`."
-    )
+    output_format: JsonOutputFormat | None = optional("The older place of `output_config.format`.")
     mcp_servers: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
     container: Refused = None
 
@@ -244,5 +243,5 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[Float32, Field(ge=0)] | None = None
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
+    deterministic: bool | None = optional(DETERMINISTIC)
     cache_salt: CacheSalt | None = None

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from text_generation_router.fields import optional
+
 STREAM = (
     "JSON, or with `stream` lines `data: {…}` up to `data: [DONE]`; what goes wrong after the "
     'first one is a line `data: {"error": {…}}`.'
@@ -119,9 +121,7 @@ class CompletionChunk(_Answer):
     """Event of /v1/completions."""
 
     choices: list[CompletionChoice] = Field(description="The new part of a text.")
-    usage: Usage | None = Field(
-        default=None, description="Only if asked for: at the end, or so far."
-    )
+    usage: Usage | None = optional("Only if asked for: at the end, or so far.")
 
 
 class TopLogprob(BaseModel):
@@ -142,7 +142,7 @@ class ChoiceLogprobs(BaseModel):
     """Log-probabilities of the text of a message."""
 
     content: list[TokenLogprob] | None = Field(description="One entry for each token.")
-    refusal: None = Field(default=None, description="Always null.")
+    refusal: None = optional("Always null.")
 
 
 class FunctionCall(BaseModel):
@@ -165,11 +165,11 @@ class OutputMessage(BaseModel):
 
     role: str = Field(examples=["assistant"])
     content: str | None = Field(description="The text.")
-    refusal: None = Field(default=None, description="Always null.")
-    reasoning_content: str | None = Field(
-        default=None, description="What the model thought. Left out where it did not think."
+    refusal: None = optional("Always null.")
+    reasoning_content: str | None = optional(
+        "What the model thought. Left out where it did not think."
     )
-    reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
+    reasoning: str | None = optional("The same as `reasoning_content`.")
     tool_calls: list[MessageToolCall] = Field(
         default=[], description="The calls that the model asks for. Left out when empty."
     )
@@ -201,7 +201,7 @@ class ChatCompletion(_Answer):
 class FunctionDelta(BaseModel):
     """The new part of a function call: its name, or more of its arguments."""
 
-    name: str | None = Field(default=None, description="Only in the first event of a call.")
+    name: str | None = optional("Only in the first event of a call.")
     arguments: str = Field(description="More of the JSON text.")
 
 
@@ -218,11 +218,9 @@ class MessageDelta(BaseModel):
     """The new part of a message. Fields without anything new are left out."""
 
     role: str | None = None
-    content: str | None = Field(default=None, description="More of the text.")
-    reasoning_content: str | None = Field(
-        default=None, description="More of what the model thinks."
-    )
-    reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
+    content: str | None = optional("More of the text.")
+    reasoning_content: str | None = optional("More of what the model thinks.")
+    reasoning: str | None = optional("The same as `reasoning_content`.")
     tool_calls: list[ToolCallDelta] = Field(default=[], description="The new parts of calls.")
 
 
@@ -242,7 +240,5 @@ class ChatCompletionChunk(_Answer):
 
     service_tier: Tier = None
     choices: list[ChatChunkChoice] = Field(description="The new parts of messages.")
-    usage: Usage | None = Field(
-        default=None, description="Only if asked for: at the end, or so far."
-    )
+    usage: Usage | None = optional("Only if asked for: at the end, or so far.")
     prompt_token_ids: PromptIds = None

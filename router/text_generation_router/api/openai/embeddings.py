@@ -16,7 +16,7 @@ from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.errors import GenerationError
-from text_generation_router.fields import Body, CacheSalt
+from text_generation_router.fields import Body, CacheSalt, optional
 from text_generation_router.pooling import vector_of
 from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services
@@ -32,30 +32,25 @@ class EmbeddingRequest(Body):
     """Body of /v1/embeddings. OpenAI does not have the fields from `truncate_prompt_tokens` on,
     which are vLLM's."""
 
-    model: str | None = Field(default=None, description="The served model, or `tgi`.")
+    model: str | None = optional("The served model, or `tgi`.")
     input: Prompts = Field(
         description=f"A text, up to {MOST_PROMPTS}, the ids of one, or the ids of several.",
     )
-    encoding_format: Literal["float", "base64"] | None = Field(
-        default=None,
-        description="base64: the bytes of the numbers in float32, little-endian. Default: float.",
+    encoding_format: Literal["float", "base64"] | None = optional(
+        "base64: the bytes of the numbers in float32, little-endian. Default: float."
     )
-    dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Length of the vectors: their first numbers, normalized again; for models that "
-        "were trained for it (Matryoshka). Default: all.",
+    dimensions: Annotated[int, Field(ge=1)] | None = optional(
+        "Length of the vectors: their first numbers, normalized again; for models that were "
+        "trained for it (Matryoshka). Default: all.",
     )
-    user: str | None = Field(default=None, description="Not used.")
-    truncate_prompt_tokens: TruncateTokens | None = Field(
-        default=None,
-        description="Keep only this many of a text's last tokens; -1: all that fit.",
+    user: str | None = optional("Not used.")
+    truncate_prompt_tokens: TruncateTokens | None = optional(
+        "Keep only this many of a text's last tokens; -1: all that fit."
     )
-    add_special_tokens: bool | None = Field(
-        default=None, description="Those that the tokenizer adds to a text. Default: true."
+    add_special_tokens: bool | None = optional(
+        "Those that the tokenizer adds to a text. Default: true."
     )
-    normalize: bool | None = Field(
-        default=None, description="Return vectors of length 1. Default: true."
-    )
+    normalize: bool | None = optional("Return vectors of length 1. Default: true.")
     cache_salt: CacheSalt | None = None
 
     @field_validator("input")

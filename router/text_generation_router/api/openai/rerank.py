@@ -15,7 +15,7 @@ from text_generation_router.api.openai.stream import envelope
 from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
-from text_generation_router.fields import Body, CacheSalt, Items, Refused
+from text_generation_router.fields import Body, CacheSalt, Items, Refused, optional
 from text_generation_router.prompts import MOST_PROMPTS, read_prompts
 from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
@@ -50,16 +50,12 @@ class ScoringBody(Body):
     """What both bodies have in common. Without `use_activation` scores are raw: the logit of yes
     less that of no."""
 
-    model: str | None = Field(default=None, description="The served model, or `tgi`.")
-    instruction: str | None = Field(
-        default=None,
-        description="What makes a document a good one. Default: that it answers a web search "
-        "query.",
+    model: str | None = optional("The served model, or `tgi`.")
+    instruction: str | None = optional(
+        "What makes a document a good one. Default: that it answers a web search query."
     )
-    truncate_prompt_tokens: TruncateTokens | None = Field(
-        default=None,
-        description="Cut the end of a document off where its prompt has more tokens; -1: than can "
-        "be.",
+    truncate_prompt_tokens: TruncateTokens | None = optional(
+        "Cut the end of a document off where its prompt has more tokens; -1: than can be."
     )
     cache_salt: CacheSalt | None = None
     use_activation: bool | None = Field(

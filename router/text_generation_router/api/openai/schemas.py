@@ -50,6 +50,7 @@ from text_generation_router.fields import (
     TypicalP,
     Uint32,
     drawing,
+    optional,
     refuses,
 )
 from text_generation_router.validation import GenerateParameters
@@ -70,49 +71,34 @@ def prompts_of(given: Prompts) -> Sequence[str | list[int]]:
 class StreamOptions(Body):
     """How to stream."""
 
-    include_usage: bool | None = Field(
-        default=None, description="Send `usage` in a last event of its own."
-    )
-    continuous_usage_stats: bool | None = Field(
-        default=None, description="Send the usage so far in each chunk."
-    )
+    include_usage: bool | None = optional("Send `usage` in a last event of its own.")
+    continuous_usage_stats: bool | None = optional("Send the usage so far in each chunk.")
 
 
 class SamplingBody(Body):
     """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
 
-    model: str | None = Field(
-        default=None, description="The served model, or `tgi`.", examples=["tgi"]
+    model: str | None = optional("The served model, or `tgi`.", examples=["tgi"])
+    frequency_penalty: Penalty | None = optional(
+        "Makes a token less likely the more often it was generated."
     )
-    frequency_penalty: Penalty | None = Field(
-        default=None, description="Makes a token less likely the more often it was generated."
+    presence_penalty: Penalty | None = optional("Makes each token that was generated less likely.")
+    logit_bias: LogitBias | None = optional(
+        "Token id, and what is added to its logit: -100 to 100."
     )
-    presence_penalty: Penalty | None = Field(
-        default=None, description="Makes each token that was generated less likely."
+    n: NumSequences | None = optional("How many answers to one prompt. Default: 1.")
+    seed: Seed | None = optional("Answer i is drawn with seed + i. Default: random.")
+    stop: Stop | None = optional("The text ends before any of these.", examples=[["\n"]])
+    stream: bool | None = optional(STREAM)
+    stream_options: StreamOptions | None = optional("Only for a stream.")
+    temperature: Temperature | None = optional(TEMPERATURE)
+    top_p: Fraction | None = optional(TOP_P)
+    repetition_penalty: Positive | None = optional(REPETITION_PENALTY)
+    top_k: TopK | None = optional(
+        "Draw only from this many of the likeliest tokens. 0 or -1: from all."
     )
-    logit_bias: LogitBias | None = Field(
-        default=None, description="Token id, and what is added to its logit: -100 to 100."
-    )
-    n: NumSequences | None = Field(
-        default=None, description="How many answers to one prompt. Default: 1."
-    )
-    seed: Seed | None = Field(
-        default=None, description="Answer i is drawn with seed + i. Default: random."
-    )
-    stop: Stop | None = Field(
-        default=None, description="The text ends before any of these.", examples=[["\n"]]
-    )
-    stream: bool | None = Field(default=None, description=STREAM)
-    stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
-    temperature: Temperature | None = Field(default=None, description=TEMPERATURE)
-    top_p: Fraction | None = Field(default=None, description=TOP_P)
-    repetition_penalty: Positive | None = Field(default=None, description=REPETITION_PENALTY)
-    top_k: TopK | None = Field(
-        default=None,
-        description="Draw only from this many of the likeliest tokens. 0 or -1: from all.",
-    )
-    typical_p: TypicalP | None = Field(default=None, description=TYPICAL_P)
-    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
+    typical_p: TypicalP | None = optional(TYPICAL_P)
+    deterministic: bool | None = optional(DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
     @property
@@ -155,18 +141,17 @@ class CompletionRequest(VllmBody, SamplingBody):
         description="A text, several, the ids of one, or the ids of several.",
         examples=["My name is Olivier and I"],
     )
-    echo: bool | None = Field(default=None, description="Put the prompt before the text.")
+    echo: bool | None = optional("Put the prompt before the text.")
     max_tokens: Uint32 | None = Field(
         default=16,
         description="The most tokens to generate. null: as many as fit. 0 with `echo`: only the "
         "prompt.",
     )
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
-        default=None,
-        description="Return log-probabilities, and this many of the likeliest tokens at each step.",
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = optional(
+        "Return log-probabilities, and this many of the likeliest tokens at each step."
     )
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        default=None, description="Generate this many texts and return the `n` likeliest."
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = optional(
+        "Generate this many texts and return the `n` likeliest."
     )
     suffix: Annotated[
         str | None,
@@ -176,8 +161,8 @@ class CompletionRequest(VllmBody, SamplingBody):
         ),
         NOT_SUPPORTED,
     ] = None
-    response_format: ResponseFormatBody | None = Field(
-        default=None, description="What the text has to look like, as in chats."
+    response_format: ResponseFormatBody | None = optional(
+        "What the text has to look like, as in chats."
     )
     prompt_embeds: Refused = None
 
@@ -246,42 +231,33 @@ class ChatRequest(VllmChatBody, SamplingBody):
     messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], Bounded()] = Field(
         description="The conversation so far."
     )
-    max_tokens: Uint32 | None = Field(
-        default=None,
-        description="The most tokens to generate. Default: as many as fit after the prompt.",
-        examples=[32],
+    max_tokens: Uint32 | None = optional(
+        "The most tokens to generate. Default: as many as fit after the prompt.", examples=[32]
     )
-    max_completion_tokens: Uint32 | None = Field(
-        default=None, description="The same as `max_tokens`. If both are given, this one counts."
+    max_completion_tokens: Uint32 | None = optional(
+        "The same as `max_tokens`. If both are given, this one counts."
     )
-    logprobs: bool | None = Field(
-        default=None, description="Return the log-probabilities of the tokens."
+    logprobs: bool | None = optional("Return the log-probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = optional(
+        "Return this many of the likeliest tokens at each step. Needs `logprobs`."
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
-        default=None,
-        description="Return this many of the likeliest tokens at each step. Needs `logprobs`.",
+    response_format: ResponseFormatBody | None = optional(
+        "The form that the answer must have, as OpenAI or as TGI writes it."
     )
-    response_format: ResponseFormatBody | None = Field(
-        default=None,
-        description="The form that the answer must have, as OpenAI or as TGI writes it.",
-    )
-    tools: Items[ToolBody] | None = Field(
-        default=None, description="The functions that the model may call."
-    )
-    tool_choice: ToolChoice | None = Field(
-        default=None,
-        description="`auto`, `none`, `required`, the function that must be called, or the only "
-        "ones that may be.",
+    tools: Items[ToolBody] | None = optional("The functions that the model may call.")
+    tool_choice: ToolChoice | None = optional(
+        "`auto`, `none`, `required`, the function that must be called, or the only ones that may "
+        "be.",
         examples=["auto"],
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Whether one answer may have several calls. Default: true."
+    parallel_tool_calls: bool | None = optional(
+        "Whether one answer may have several calls. Default: true."
     )
-    tool_prompt: str | None = Field(
-        default=None, description="Text that is put behind the last message if there are tools."
+    tool_prompt: str | None = optional(
+        "Text that is put behind the last message if there are tools."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables for the chat template, for example `enable_thinking`."
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Variables for the chat template, for example `enable_thinking`."
     )
     audio: Refused = None
     functions: Annotated[Any, refuses([]), NOT_SUPPORTED] = None

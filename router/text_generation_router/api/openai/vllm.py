@@ -21,6 +21,7 @@ from text_generation_router.fields import (
     Items,
     Refused,
     Uint32,
+    optional,
     refuses,
 )
 from text_generation_router.request import Grammar
@@ -126,41 +127,35 @@ class VllmBody(Body):
     stop_token_ids: Items[Uint32] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Put the tokenizer's special tokens before the prompt. Default: true for "
-        "`prompt`; false for `messages`, whose template writes them.",
+    add_special_tokens: bool | None = optional(
+        "Put the tokenizer's special tokens before the prompt. Default: true for `prompt`; false "
+        "for `messages`, whose template writes them.",
     )
-    truncate_prompt_tokens: TruncateTokens | None = Field(
-        default=None,
-        description="Keep only this many of the prompt's last tokens; -1: all that fit.",
+    truncate_prompt_tokens: TruncateTokens | None = optional(
+        "Keep only this many of the prompt's last tokens; -1: all that fit."
     )
     truncation_side: Annotated[
         Any,
         refuses("left", sentence="only `left` is supported: the last tokens are kept"),
         Field(description="Only `left`."),
     ] = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] | None = Field(
-        default=None,
-        description="Return log-probabilities of the prompt, and at each position this number of "
-        "best tokens. Not streamed.",
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] | None = optional(
+        "Return log-probabilities of the prompt, and at each position this number of best tokens. "
+        "Not streamed.",
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=_MAX_REQUEST_ID)] | None = Field(
-        default=None, description="Part of the `id` of the answer. Default: random."
+    request_id: Annotated[str, Field(min_length=1, max_length=_MAX_REQUEST_ID)] | None = optional(
+        "Part of the `id` of the answer. Default: random."
     )
     guided_json: JsonSchema | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = Field(
-        default=None, description="The text follows this grammar, in Lark or GBNF."
-    )
+    guided_grammar: str | None = optional("The text follows this grammar, in Lark or GBNF.")
     structured_outputs: StructuredOutputsBody | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None,
-        description="Requests of a lower number have their turn first, as at vLLM; the header "
-        "X-Priority, which counts the other way, goes before it. Default: 0.",
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = optional(
+        "Requests of a lower number have their turn first, as at vLLM; the header X-Priority, "
+        "which counts the other way, goes before it. Default: 0.",
     )
     guided_decoding_backend: Annotated[Any, Hint("auto", "guidance"), IGNORED] = None
     spaces_between_special_tokens: Annotated[Any, Hint(True), IGNORED] = None

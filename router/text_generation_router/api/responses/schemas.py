@@ -28,6 +28,7 @@ from text_generation_router.fields import (
     Float32,
     Items,
     Penalty,
+    optional,
     refuses,
 )
 
@@ -234,7 +235,7 @@ class ResponsesRequest(Body):
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
+    deterministic: bool | None = optional(DETERMINISTIC)
     cache_salt: CacheSalt | None = None
     stream: bool | None = None
     text: TextConfig | None = None

@@ -19,6 +19,7 @@ from text_generation_router.fields import (
     LogitBias,
     Uint32,
     Uint64,
+    optional,
 )
 from text_generation_router.validation import GenerateParameters
 
@@ -26,49 +27,38 @@ from text_generation_router.validation import GenerateParameters
 class GenerateParametersBody(Body):
     """How to generate. The fields after `adapter_id` are not in TGI."""
 
-    best_of: Uint64 | None = Field(
-        default=None,
-        description="Generate this many texts, and return the one whose tokens are the likeliest.",
-        examples=[1],
+    best_of: Uint64 | None = optional(
+        "Generate this many texts, and return the one whose tokens are the likeliest.", examples=[1]
     )
-    temperature: Float32 | None = Field(
-        default=None,
-        description="Above 1 the choice of tokens is more random, below 1 less. Must be above 0.",
+    temperature: Float32 | None = optional(
+        "Above 1 the choice of tokens is more random, below 1 less. Must be above 0.",
         examples=[0.5],
     )
-    repetition_penalty: Float32 | None = Field(
-        default=None, description=REPETITION_PENALTY, examples=[1.03]
+    repetition_penalty: Float32 | None = optional(REPETITION_PENALTY, examples=[1.03])
+    frequency_penalty: Float32 | None = optional(
+        "Makes a token less likely the more often it was generated. -2.0 to 2.0.", examples=[0.1]
     )
-    frequency_penalty: Float32 | None = Field(
-        default=None,
-        description="Makes a token less likely the more often it was generated. -2.0 to 2.0.",
-        examples=[0.1],
+    top_k: Int32 | None = optional(
+        "Draw only from this many of the likeliest tokens.", examples=[10]
     )
-    top_k: Int32 | None = Field(
-        default=None, description="Draw only from this many of the likeliest tokens.", examples=[10]
-    )
-    top_p: Float32 | None = Field(default=None, description=TOP_P, examples=[0.95])
-    typical_p: Float32 | None = Field(default=None, description=TYPICAL_P, examples=[0.95])
+    top_p: Float32 | None = optional(TOP_P, examples=[0.95])
+    typical_p: Float32 | None = optional(TYPICAL_P, examples=[0.95])
     do_sample: bool = Field(
         default=False,
         description="Draw tokens at random, instead of the likeliest one. True if `parameters` "
         "is left out.",
         examples=[True],
     )
-    max_new_tokens: Uint32 | None = Field(
-        default=None,
-        description="The most tokens to generate. Default: as many as fit after the prompt.",
-        examples=[20],
+    max_new_tokens: Uint32 | None = optional(
+        "The most tokens to generate. Default: as many as fit after the prompt.", examples=[20]
     )
-    return_full_text: bool | None = Field(
-        default=None, description="Put the prompt before the generated text.", examples=[False]
+    return_full_text: bool | None = optional(
+        "Put the prompt before the generated text.", examples=[False]
     )
     stop: Items[str] = Field(
         default=[], description="Generation stops after any of these.", examples=[["photographer"]]
     )
-    truncate: Uint64 | None = Field(
-        default=None, description="Keep only this many of the prompt's last tokens."
-    )
+    truncate: Uint64 | None = optional("Keep only this many of the prompt's last tokens.")
     watermark: bool = Field(
         default=False,
         description="Mark the text, so that a detector can tell that a model wrote it.",
@@ -78,31 +68,23 @@ class GenerateParametersBody(Body):
     decoder_input_details: bool = Field(
         default=False, description="Return the prompt's tokens, too. Not for a stream."
     )
-    seed: Uint64 | None = Field(
-        default=None, description="The same seed draws the same tokens. Default: random."
+    seed: Uint64 | None = optional("The same seed draws the same tokens. Default: random.")
+    top_n_tokens: Uint32 | None = optional(
+        "Return this many of the likeliest tokens at each step.", examples=[5]
     )
-    top_n_tokens: Uint32 | None = Field(
-        default=None,
-        description="Return this many of the likeliest tokens at each step.",
-        examples=[5],
+    grammar: GrammarBody | None = optional("The form that the generated text must have.")
+    adapter_id: str | None = optional("Not supported.")
+    presence_penalty: Float32 | None = optional(
+        "Makes each token that was generated less likely. -2.0 to 2.0.", examples=[0.1]
     )
-    grammar: GrammarBody | None = Field(
-        default=None, description="The form that the generated text must have."
-    )
-    adapter_id: str | None = Field(default=None, description="Not supported.")
-    presence_penalty: Float32 | None = Field(
-        default=None,
-        description="Makes each token that was generated less likely. -2.0 to 2.0.",
-        examples=[0.1],
-    )
-    logit_bias: LogitBias | None = Field(
-        default=None, description="Token id, and what is added to its logit: -100 to 100."
+    logit_bias: LogitBias | None = optional(
+        "Token id, and what is added to its logit: -100 to 100."
     )
     ignore_eos_token: bool = Field(
         default=False, description="Go on after an end-of-sequence token."
     )
-    min_new_tokens: Uint32 | None = Field(
-        default=None, description="The text does not end before it has this many tokens."
+    min_new_tokens: Uint32 | None = optional(
+        "The text does not end before it has this many tokens."
     )
     deterministic: bool = Field(default=False, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
@@ -197,7 +179,7 @@ class GenerateResponse(BaseModel):
     generated_text: str = Field(
         description="The text, with the prompt before it if that was asked for."
     )
-    details: DetailsBody | None = Field(default=None, description="Left out unless asked for.")
+    details: DetailsBody | None = optional("Left out unless asked for.")
 
 
 class StreamDetailsBody(BaseModel):
