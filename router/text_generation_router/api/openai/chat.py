@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -15,7 +15,6 @@ from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
-    TokenTrail,
     chat_logprobs,
     prompt_logprobs,
     tokens_of,
@@ -24,11 +23,7 @@ from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import STREAM, ChatCompletion, ChatCompletionChunk
 from text_generation_router.api.openai.schemas import ChatRequest
-from text_generation_router.api.openai.stream import (
-    Json,
-    PromptEntries,
-    usage,
-)
+from text_generation_router.api.openai.stream import Json, PromptEntries
 from text_generation_router.api.routes import (
     ServicesDependency,
     events,
@@ -46,7 +41,6 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.service import ChatGeneration, ChatStep, message_of
 from text_generation_router.encoding import Encoding
-from text_generation_router.request import Ending, FinishReason
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 
@@ -61,131 +55,93 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
 
-def choice(
-    index: int, steps: Sequence[ChatStep], ending: Ending, body: ChatRequest, tokenizer: Tokenizer
-) -> Json:
-    """The choice of a generation that has ended."""
-    message = message_of(list(steps))
-    answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning is not None and body.include_reasoning is not False:
-        answer |= _reasoning(message.reasoning)
-    if message.tool_calls:
-        answer["tool_calls"] = [
-            {
-                "id": new_call_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    logprobs: Json | None = None
-    if body.logprobs:
-        trail = TokenTrail(body.shows_special_tokens)
-        scored = [one for step in steps for _, tokens in _scored(step, trail) for one in tokens]
-        logprobs = _logprobs(scored, body, tokenizer)
-    made: Json = {
-        "index": index,
-        "message": answer,
-        "logprobs": logprobs,
-        "finish_reason": _finish_reason(ending, bool(message.tool_calls)),
-    }
-    if body.tells_stop_reason:
-        made["stop_reason"] = ending.generated.stop_reason
-    if body.return_token_ids:
-        made["token_ids"] = [output.token.id for output in message.outputs]
-    return made
+class ChoiceWriter(stream.ChoiceWriter):
+    """The choice of a generation that has ended; or its chunks: the role, then an event each, then
+    the reason to finish."""
 
-
-def _logprobs(scored: Sequence[ScoredToken], body: ChatRequest, tokenizer: Tokenizer) -> Json:
-    as_ids = bool(body.return_tokens_as_token_ids)
-    return chat_logprobs(scored, body.top_logprobs or 0, tokenizer, as_ids)
-
-
-class ChoiceStream:
-    """The chunks of one choice: the role, then an event each, then the reason to finish."""
+    body: ChatRequest
+    _has_role = False
 
     def __init__(
         self, index: int, body: ChatRequest, generation: ChatGeneration, tokenizer: Tokenizer
     ) -> None:
-        self._index = index
-        self._body = body
+        super().__init__(index, body, generation.entry, tokenizer)
         self._generation = generation
-        self._tokenizer = tokenizer
-        self._trail = TokenTrail(body.shows_special_tokens)
-        self._has_role = False
-        self._num_tokens = 0
-        # Ids of the tokens since the last chunk.
-        self._new_ids: list[int] = []
+
+    def whole(self, steps: Sequence[ChatStep]) -> Json:
+        """The choice, with all steps."""
+        message, body = message_of(list(steps)), self.body
+        answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning is not None and body.include_reasoning is not False:
+            answer |= _reasoning(message.reasoning)
+        if message.tool_calls:
+            answer["tool_calls"] = [
+                {
+                    "id": new_call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in message.tool_calls
+            ]
+        logprobs: Json | None = None
+        if body.logprobs:
+            scored = [one for step in steps for _, tokens in self._events(step) for one in tokens]
+            logprobs = self._logprobs(scored)
+        made = {"index": self.index, "message": answer, "logprobs": logprobs, **self._end()}
+        if body.return_token_ids:
+            made["token_ids"] = [output.token.id for output in message.outputs]
+        return made
 
     def chunks(self, steps: Sequence[ChatStep]) -> list[Json]:
         """What is new with the steps; nothing if all of it is reasoning that was not asked for."""
         chunks: list[Json] = []
-        body = self._body
+        body = self.body
         if not self._has_role:
             self._has_role = True
             # With tools there may never be any content.
             content = None if body.tools else ""
-            chunks.append(self._first({"role": "assistant", "content": content}))
-        for step in steps:
-            self._num_tokens += len(step.outputs)
+            first: Json = {"choices": [self._choice({"role": "assistant", "content": content})]}
             if body.return_token_ids:
-                self._new_ids += [output.token.id for output in step.outputs]
+                first["prompt_token_ids"] = self.made.prompt_ids
+            chunks.append(first | self.usage())
+        for step in steps:
+            self.count(step.outputs)
             for event, scored in self._events(step):
                 if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
-                    chunks.append(self._chunk(self._choice(_delta(event), scored)))
-        if (ending := self._generation.entry.ending) is not None:
-            reason = _finish_reason(ending, self._generation.has_tool_calls)
-            last = self._choice({}, finish_reason=reason)
-            if body.tells_stop_reason:
-                last["stop_reason"] = ending.generated.stop_reason
-            chunks.append(self._chunk(last))
+                    chunks.append(self.chunk(self._choice(_delta(event), scored)))
+        if self._generation.entry.ending is not None:
+            chunks.append(self.chunk(self._choice({}) | self._end()))
         return chunks
 
-    def _events(self, step: ChatStep) -> Iterable[tuple[ChatEvent, Sequence[ScoredToken]]]:
-        if self._body.logprobs:
-            return _scored(step, self._trail)
-        return ((event, ()) for event in step.events)
+    def _events(self, step: ChatStep) -> Iterator[tuple[ChatEvent, Sequence[ScoredToken]]]:
+        """The events of a step, those with content with the tokens that spell it, if requested."""
+        if self.body.logprobs:
+            for output in step.outputs:
+                self.trail.add(output.token, output.top_tokens)
+        for event in step.events:
+            yield event, tokens_of(event, self.trail) if self.body.logprobs else ()
 
-    def _first(self, delta: Json) -> Json:
-        """The chunk in front of all tokens."""
-        more: Json = {}
-        if self._body.return_token_ids:
-            more["prompt_token_ids"] = self._generation.entry.prompt_ids
-        return {"choices": [self._choice(delta)], **more, **self._usage()}
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
+        return chat_logprobs(scored, self.body.top_logprobs or 0, self.tokenizer, self.as_ids)
 
-    def _chunk(self, choice: Json) -> Json:
-        """A chunk with the ids of all tokens since the previous chunk."""
-        if self._body.return_token_ids:
-            choice["token_ids"], self._new_ids = self._new_ids, []
-        return {"choices": [choice], **self._usage()}
-
-    def _usage(self) -> Json:
-        """That of this choice so far, if each chunk has it."""
-        if not self._body.tells_usage:
-            return {}
-        made = self._generation.entry
-        return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
-
-    def _choice(
-        self, delta: Json, scored: Sequence[ScoredToken] = (), finish_reason: str | None = None
-    ) -> Json:
-        logprobs: Json | None = None
-        if self._body.logprobs and "content" in delta:
-            logprobs = _logprobs(scored, self._body, self._tokenizer)
+    def _choice(self, delta: Json, scored: Sequence[ScoredToken] = ()) -> Json:
+        has_logprobs = self.body.logprobs and "content" in delta
         return {
-            "index": self._index,
+            "index": self.index,
             "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "logprobs": self._logprobs(scored) if has_logprobs else None,
+            "finish_reason": None,
         }
 
-
-def _scored(step: ChatStep, trail: TokenTrail) -> Iterator[tuple[ChatEvent, list[ScoredToken]]]:
-    """The events of a step, those with content with the tokens that spell it."""
-    for output in step.outputs:
-        trail.add(output.token, output.top_tokens)
-    for event in step.events:
-        yield event, tokens_of(event, trail)
+    def _end(self) -> Json:
+        """Why the choice, which has ended, did."""
+        assert self.made.ending is not None
+        generated = self.made.ending.generated
+        otherwise = "tool_calls" if self._generation.has_tool_calls else "stop"
+        end: Json = {"finish_reason": stream.finish_reason(generated, otherwise)}
+        if self.body.tells_stop_reason:
+            end["stop_reason"] = generated.stop_reason
+        return end
 
 
 def _delta(event: ChatEvent) -> Json:
@@ -205,12 +161,6 @@ def _delta(event: ChatEvent) -> Json:
 def _reasoning(text: str) -> Json:
     """In both spellings that clients read: DeepSeek's, and vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:
-    if ending.generated.finish_reason is FinishReason.LENGTH:
-        return "length"
-    return "tool_calls" if has_tool_calls else "stop"
 
 
 # Characters of a prompt that /chat_tokenize writes in one go, in less than a millisecond.
@@ -269,8 +219,8 @@ def _whole(
     prompt_tokens = generations[0].entry.prompt_tokens
     answer = _head("chat.completion", body, services) | {
         "choices": [
-            choice(index, steps[index], endings[index], body, services.tokenizer)
-            for index in range(len(generations))
+            ChoiceWriter(index, body, generation, services.tokenizer).whole(steps[index])
+            for index, generation in enumerate(generations)
         ],
         "usage": _totals(generations),
     }
@@ -290,7 +240,7 @@ async def _stream(
     chunk_writer = stream.ChunkWriter(head, body)
     async with services.chat.start(conversation) as generations:
         writers = [
-            ChoiceStream(index, body, generation, services.tokenizer)
+            ChoiceWriter(index, body, generation, services.tokenizer)
             for index, generation in enumerate(generations)
         ]
         async with aclosing(stream.merged(generations)) as parts:

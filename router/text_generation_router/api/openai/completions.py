@@ -13,7 +13,6 @@ from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.fields import warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
-    TokenTrail,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -25,7 +24,7 @@ from text_generation_router.api.openai.answers import (
     CompletionChunk,
 )
 from text_generation_router.api.openai.schemas import CompletionRequest, prompts_of
-from text_generation_router.api.openai.stream import PromptEntries
+from text_generation_router.api.openai.stream import Json, PromptEntries
 from text_generation_router.api.routes import (
     ServicesDependency,
     events,
@@ -144,14 +143,15 @@ def _answer(
     results: Sequence[Sequence[GenerateResult]],
     services: Services,
 ) -> Response:
-    choices: list[stream.Json] = []
+    choices: list[Json] = []
     for prompt, candidates in zip(prompts, results, strict=True):
         chosen = candidates
         if body.num_candidates > body.num_sequences:
             likeliest = sorted(candidates, key=lambda one: one.mean_logprob, reverse=True)
             chosen = likeliest[: body.num_sequences]
         for result in chosen:
-            choices.append(_choice(len(choices), body, prompt, result, services))
+            writer = _ChoiceWriter(len(choices), body, prompt, result, services.tokenizer)
+            choices.append(writer.whole(result))
     everything = [result for candidates in results for result in candidates]
     prompt_tokens = sum(candidates[0].prompt_tokens for candidates in results)
     cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
@@ -168,63 +168,6 @@ def _answer(
     return json_response(answer, warning(body) | times)
 
 
-def _choice(
-    index: int,
-    body: CompletionRequest,
-    prompt: Prompt,
-    result: GenerateResult,
-    services: Services,
-) -> stream.Json:
-    generated = result.ending.generated
-    text = "" if body.max_tokens == 0 else generated.text
-    echoed = prompt.text if body.echo else ""
-    logprobs: stream.Json | None = None
-    if body.logprobs is not None:
-        answered = _answer_tokens(body, result, text)
-        prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
-        offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
-        logprobs = _logprobs(prompt_tokens, answered, body, services.tokenizer, offset)
-    choice: stream.Json = {
-        "text": echoed + text,
-        "index": index,
-        "logprobs": logprobs,
-        "finish_reason": _finish_reason(generated),
-    }
-    if body.tells_stop_reason:
-        choice["stop_reason"] = generated.stop_reason
-    if body.return_token_ids:
-        choice["prompt_token_ids"] = result.prompt_ids
-        shown = () if body.max_tokens == 0 else result.tokens
-        choice["token_ids"] = [token.id for token in shown]
-    if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(result.prefill, body.prompt_logprobs)
-    return choice
-
-
-def _logprobs(
-    prompt: Sequence[ScoredToken],
-    answer: Sequence[ScoredToken],
-    body: CompletionRequest,
-    tokenizer: Tokenizer,
-    offset: int,
-) -> stream.Json:
-    as_ids = bool(body.return_tokens_as_token_ids)
-    return completion_logprobs(prompt, answer, body.logprobs or 0, tokenizer, offset, as_ids)
-
-
-def _answer_tokens(body: CompletionRequest, result: GenerateResult, text: str) -> list[ScoredToken]:
-    """The tokens that spell the text. After an echoed prompt all tokens are listed, including those
-    without a text: evaluations find the last token of the prompt by counting from the end."""
-    found = zip(result.tokens, result.top_tokens or ((),) * len(result.tokens), strict=True)
-    is_cut = result.ending.generated.finish_reason is FinishReason.STOP_SEQUENCE
-    if body.echo and body.max_tokens != 0 and not is_cut:
-        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in found]
-    trail = TokenTrail(body.shows_special_tokens)
-    for token, tops in found:
-        trail.add(token, tops)
-    return trail.take(text)
-
-
 def _prompt_tokens(
     prompt: Prompt, result: GenerateResult, tokenizer: Tokenizer
 ) -> list[ScoredToken]:
@@ -238,75 +181,103 @@ def _prompt_tokens(
     return [ScoredToken(decoder.step(token.id), token, tops) for token, tops in tokens]
 
 
-class _ChoiceStream:
-    """The chunks of one choice of a stream."""
+class _ChoiceWriter(stream.ChoiceWriter):
+    """One choice, whole or in chunks."""
+
+    body: CompletionRequest
+    _is_first = True
 
     def __init__(
         self,
         index: int,
         body: CompletionRequest,
         prompt: Prompt,
-        generation: Entry,
+        made: Entry | GenerateResult,
         tokenizer: Tokenizer,
     ) -> None:
-        self._index = index
-        self._generation = generation
-        self._body = body
-        self._tokenizer = tokenizer
-        self._trail = TokenTrail(body.shows_special_tokens)
+        super().__init__(index, body, made, tokenizer)
+        self._prompt = prompt
         self._echoed = prompt.text if body.echo else ""
         self._offset = len(self._echoed)
-        self._num_tokens = 0
-        # Ids of the tokens since the last chunk.
-        self._new_ids: list[int] = []
-        self._is_first = True
 
-    def chunks(self, outputs: Sequence[Output]) -> list[stream.Json]:
+    def whole(self, result: GenerateResult) -> Json:
+        """The choice of a generation that has ended."""
+        generated, body = result.ending.generated, self.body
+        text = "" if body.max_tokens == 0 else generated.text
+        logprobs: Json | None = None
+        if body.logprobs is not None:
+            prompt = _prompt_tokens(self._prompt, result, self.tokenizer) if body.echo else []
+            self._offset -= sum(len(scored.text) for scored in prompt)
+            logprobs = self._logprobs(prompt, self._answer_tokens(result, text))
+        choice = self._choice(text, logprobs, generated)
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = result.prompt_ids
+            shown = () if body.max_tokens == 0 else result.tokens
+            choice["token_ids"] = [token.id for token in shown]
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(result.prefill, body.prompt_logprobs)
+        return choice
+
+    def chunks(self, outputs: Sequence[Output]) -> list[Json]:
         """What is new with the outputs: no chunk where all of it is held back."""
-        chunks: list[stream.Json] = []
+        chunks: list[Json] = []
         for output in outputs:
             assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
-            if self._body.logprobs is not None:
-                self._trail.add(output.token, output.top_tokens)
+            if self.body.logprobs is not None:
+                self.trail.add(output.token, output.top_tokens)
             text = ""
-            if self._body.max_tokens != 0:
+            if self.body.max_tokens != 0:
                 text = output.delta
-                self._num_tokens += 1
-                self._new_ids.append(output.token.id)
+                self.count((output,))
             if self._echoed or text:
-                chunks.append(self._chunk(self._choice(text, None)))
+                logprobs: Json | None = None
+                if self.body.logprobs is not None and text:
+                    scored = self.trail.take(text)
+                    logprobs = self._logprobs([], scored)
+                    self._offset += sum(len(one.text) for one in scored)
+                chunks.append(self.chunk(self._choice(text, logprobs)))
             if output.generated is not None:
-                last = self._choice("", _finish_reason(output.generated))
-                if self._body.tells_stop_reason:
-                    last["stop_reason"] = output.generated.stop_reason
-                chunks.append(self._chunk(last))
+                chunks.append(self.chunk(self._choice("", None, output.generated)))
         return chunks
 
-    def _chunk(self, choice: stream.Json) -> stream.Json:
-        """A chunk, with the ids and the usage of all tokens since the previous chunk."""
-        made, more = self._generation, {}
-        if self._body.return_token_ids:
-            if self._is_first:
-                choice["prompt_token_ids"], self._is_first = made.prompt_ids, False
-            choice["token_ids"], self._new_ids = self._new_ids, []
-        if self._body.tells_usage:
-            so_far = stream.usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)
-            more = {"usage": so_far}
-        return {"choices": [choice], **more}
+    def chunk(self, choice: Json) -> Json:
+        """A chunk; the first has the prompt, too."""
+        if self.body.return_token_ids and self._is_first:
+            choice["prompt_token_ids"], self._is_first = self.made.prompt_ids, False
+        return super().chunk(choice)
 
-    def _choice(self, text: str, finish_reason: str | None) -> stream.Json:
-        logprobs: stream.Json | None = None
-        if self._body.logprobs is not None and text:
-            scored = self._trail.take(text)
-            logprobs = _logprobs([], scored, self._body, self._tokenizer, self._offset)
-            self._offset += sum(len(one.text) for one in scored)
+    def _choice(
+        self, text: str, logprobs: Json | None, generated: GeneratedText | None = None
+    ) -> Json:
+        """The next text; `generated` if it is the last."""
         echoed, self._echoed = self._echoed, ""
-        return {
+        choice: Json = {
             "text": echoed + text,
-            "index": self._index,
+            "index": self.index,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": None if generated is None else stream.finish_reason(generated),
         }
+        if generated is not None and self.body.tells_stop_reason:
+            choice["stop_reason"] = generated.stop_reason
+        return choice
+
+    def _logprobs(self, prompt: Sequence[ScoredToken], answer: Sequence[ScoredToken]) -> Json:
+        num_top = self.body.logprobs or 0
+        return completion_logprobs(
+            prompt, answer, num_top, self.tokenizer, self._offset, self.as_ids
+        )
+
+    def _answer_tokens(self, result: GenerateResult, text: str) -> list[ScoredToken]:
+        """The tokens that spell the text. After an echoed prompt all tokens are listed, including
+        those without a text: evaluations find the last token of the prompt by counting from the
+        end."""
+        found = zip(result.tokens, result.top_tokens or ((),) * len(result.tokens), strict=True)
+        is_cut = result.ending.generated.finish_reason is FinishReason.STOP_SEQUENCE
+        if self.body.echo and self.body.max_tokens != 0 and not is_cut:
+            return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in found]
+        for token, tops in found:
+            self.trail.add(token, tops)
+        return self.trail.take(text)
 
 
 async def _stream(
@@ -317,7 +288,7 @@ async def _stream(
     chunk_writer = stream.ChunkWriter(head, body)
     async with AsyncExitStack() as stack:
         generations: list[Entry] = []
-        writers: list[_ChoiceStream] = []
+        writers: list[_ChoiceWriter] = []
         # Of each prompt the first, which computes it.
         firsts: list[Entry] = []
         for prompt in prompts:
@@ -327,7 +298,7 @@ async def _stream(
             firsts.append(started[0])
             for generation in started:
                 writers.append(
-                    _ChoiceStream(len(writers), body, prompt, generation, services.tokenizer)
+                    _ChoiceWriter(len(writers), body, prompt, generation, services.tokenizer)
                 )
                 generations.append(generation)
         async with aclosing(stream.merged(generations)) as parts:
@@ -341,7 +312,3 @@ async def _stream(
             0 if body.max_tokens == 0 else stream.generated_tokens(generations),
         )
     )
-
-
-def _finish_reason(generated: GeneratedText) -> str:
-    return "length" if generated.finish_reason is FinishReason.LENGTH else "stop"

@@ -9,11 +9,23 @@ from typing import Any, TypeVar
 import orjson
 
 from text_generation_router.api.errors import RequestError, describe
-from text_generation_router.api.openai.schemas import SamplingBody
+from text_generation_router.api.logprobs import TokenTrail
+from text_generation_router.api.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingBody,
+)
 from text_generation_router.api.sse import event
 from text_generation_router.config import VERSION
+from text_generation_router.request import (
+    FinishReason,
+    GeneratedText,
+    GenerateResult,
+    TokenOutput,
+)
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
+from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
 Item = TypeVar("Item")
@@ -71,6 +83,50 @@ def usage(
             "audio_tokens": 0,
         },
     }
+
+
+class ChoiceWriter:
+    """Writes one choice. Owns the ids of its tokens since the last chunk, and their number."""
+
+    def __init__(
+        self,
+        index: int,
+        body: ChatRequest | CompletionRequest,
+        made: Entry | GenerateResult,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.index = index
+        self.body = body
+        self.made = made
+        self.tokenizer = tokenizer
+        self.trail = TokenTrail(body.shows_special_tokens)
+        self.as_ids = bool(body.return_tokens_as_token_ids)
+        self._num_tokens = 0
+        self._new_ids: list[int] = []
+
+    def count(self, outputs: Sequence[TokenOutput]) -> None:
+        """More tokens, of which the next chunk tells."""
+        self._num_tokens += len(outputs)
+        if self.body.return_token_ids:
+            self._new_ids += [output.token.id for output in outputs]
+
+    def chunk(self, choice: Json) -> Json:
+        """A chunk, with the ids of all tokens since the previous one."""
+        if self.body.return_token_ids:
+            choice["token_ids"], self._new_ids = self._new_ids, []
+        return {"choices": [choice], **self.usage()}
+
+    def usage(self) -> Json:
+        """That of this choice so far, if each chunk has it."""
+        if not self.body.tells_usage:
+            return {}
+        made = self.made
+        return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
+
+
+def finish_reason(generated: GeneratedText, otherwise: str = "stop") -> str:
+    """Why a choice ended, in OpenAI's words; `otherwise` than by its length."""
+    return "length" if generated.finish_reason is FinishReason.LENGTH else otherwise
 
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
