@@ -126,3 +126,14 @@ async def test_arguments_one_by_one_become_json_by_the_schemas_of_the_tools(tmp_
             message = await generation.collect()
     assert message.tool_calls == (ToolCall("f", '{"a": "3", "b": 3}'),)
     assert (message.reasoning, message.content) == ("I look.", None)
+
+
+async def test_an_answer_that_continues_a_message_has_no_header(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text((TEMPLATES / "gpt-oss.jinja").read_text())
+    async with serve(tmp_path, " noon.") as server:
+        server.shards.script = [*script_of(" noon."), EOS_ID]
+        begun = {"role": "assistant", "content": "It is"}
+        asked = replace(ASKED, messages=(*ASKED.messages, begun))
+        async with server.services.chat.start(asked) as [generation]:
+            message = await generation.collect()
+        assert (message.content, server.shards.grammars) == (" noon.", [])

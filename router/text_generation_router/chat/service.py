@@ -235,6 +235,9 @@ class ChatService:
             conversation.parameters.grammar,
             self.chat_format.starts_in_reasoning(prompt),
         )
+        form = self.chat_format
+        if form.has_channels and not prompt.endswith(form.separator):
+            return grammar  # the answer continues a message, without a header
         try:
             if conversation.usable_tools:
                 return tool_grammar(
