@@ -13,7 +13,9 @@ from text_generation_router.request import Request, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, Shards
+from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.shards import Advance
+from text_generation_router.scheduler.watch import Shards
 from text_generation_router.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError
@@ -103,12 +105,12 @@ class Bench:
         entries = [self._entry(shape, allocator) for _ in range(shape.batch_size)]
         try:
             started = time.perf_counter()
-            result = await self._shards.prefill(entries[0].id, entries, None)
+            result = await self._shards.step(_plan(entries), entries[0].id)
             prefill_s = time.perf_counter() - started
             steps: list[float] = []
             while result.batch is not None:
                 started = time.perf_counter()
-                result = await self._shards.decode([result.batch.id], Advance())
+                result = await self._shards.step(_plan([]), result.batch.id)
                 steps.append(time.perf_counter() - started)
         finally:
             await self._shards.clear_cache(None)
@@ -127,6 +129,12 @@ class Bench:
         entry.block_table = allocator.allocate(shape.sequence_length + shape.decode_length)
         self._next_id += 1
         return entry
+
+
+def _plan(entries: list[Entry]) -> Plan:
+    """A Prefill of these entries, or a Decode."""
+    advance = None if entries else Advance()
+    return Plan(admitted=entries, advance=advance, entries={}, chunks={}, asked=frozenset())
 
 
 async def warm_up(

@@ -11,7 +11,14 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
+from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.shards import (
+    Advance,
+    CachedBatch,
+    GoneShardError,
+    GrammarResult,
+    StepResult,
+)
 
 from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of
 
@@ -85,7 +92,7 @@ class Row:
 
 @dataclass
 class FakeShards:
-    """Implements the contract of `Shards` and asserts the router's part of it.
+    """Implements the contract of `watch.Shards` and asserts the router's part of it.
 
     `memory` maps each slot to a number that identifies one text up to one token: a row that reads
     another number than its own text's has been given a block with other content. No row writes to a
@@ -140,6 +147,7 @@ class FakeShards:
     capacity: WarmupResult = WARMUP
     limits: dict[str, int | None] = field(default_factory=dict)
     is_closed: bool = False
+    tasks: set["asyncio.Task[object]"] = field(default_factory=set)
 
     @property
     def rows(self) -> list[int]:
@@ -150,6 +158,11 @@ class FakeShards:
         """The token of the script."""
         script = self.script
         return script(prompt, place) if callable(script) else script[place % len(script)]
+
+    @property
+    def may_be_gone(self) -> bool:
+        """See `watch.Shards`."""
+        return False
 
     @property
     def is_busy(self) -> bool:
@@ -166,7 +179,7 @@ class FakeShards:
         self.calls.append((method, tuple(ids)))
         self.num_under_way += 1
         try:
-            async with self.device:
+            async with self.until_closed(), self.device:
                 for _ in range(self.turns):
                     await asyncio.sleep(0)
                 if method in ("prefill", "decode"):
@@ -178,6 +191,35 @@ class FakeShards:
                 yield
         finally:
             self.num_under_way -= 1
+
+    @asynccontextmanager
+    async def until_closed(self) -> AsyncIterator[None]:
+        """A call in flight, which fails when the connection is closed."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task in self.tasks:
+                raise
+            task.uncancel()
+            raise GoneShardError("Could not connect", "channel closed") from None
+        finally:
+            self.tasks.discard(task)
+
+    async def step(
+        self,
+        plan: Plan,
+        batch_id: int,
+        cached_batch_id: int | None = None,
+        trace_context: str = "",
+    ) -> StepResult:
+        if plan.admitted:
+            rest = cached_batch_id, plan.advance, trace_context
+            return await self.prefill(batch_id, plan.admitted, *rest)
+        assert plan.advance is not None
+        return await self.decode([batch_id], plan.advance, trace_context)
 
     async def prefill(
         self,
@@ -247,6 +289,8 @@ class FakeShards:
 
     async def close(self) -> None:
         self.is_closed = True
+        while self.tasks:
+            self.tasks.pop().cancel()
 
     async def health(self) -> None:
         if self.is_stuck:

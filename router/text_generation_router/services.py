@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,13 @@ from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.deadline import StepDeadlines
-from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS,
     NUM_QUESTIONS_TO_SEVERAL,
+    Shards,
+    Trace,
     WatchedShards,
+    untraced,
 )
 from text_generation_router.state import LOADING, ServerState, State
 from text_generation_router.tokenizer import Tokenizer
@@ -181,13 +183,13 @@ def assemble(
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
         connect = Reconnection(config, info, warmup)
-    kind: Callable[..., WatchedShards] = WatchedShards
+    trace: Trace = untraced
     if tracing is not None:
-        from text_generation_router.tracing.steps import TracedShards
+        from text_generation_router.tracing.steps import StepTrace
 
-        kind = partial(TracedShards, tracing)
+        trace = StepTrace(tracing)
     note_restart = partial(metrics.restarts.inc, process="shard")
-    watch = kind(shards, deadlines, num_questions, connect, note_restart)
+    watch = WatchedShards(shards, deadlines, num_questions, connect, note_restart, trace)
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, config.resume_streams)
     grammars = GrammarCompiler(watch, not config.disable_grammar_support, tokenizer.added_ids())
     validation = Validation(limits, tokenizer, metrics, grammars)

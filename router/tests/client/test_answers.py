@@ -75,15 +75,14 @@ def test_a_shard_is_silent_while_others_have_answered() -> None:
 )
 def test_ranks_that_chose_other_tokens(digests: list[int], sentence: str) -> None:
     with pytest.raises(LostStepError) as caught:
-        answers.check_digests(17, digests)
+        answers.merge_steps(17, [pb.StepResponse(digest=digest) for digest in digests])
     # It names only numbers, and clients get it.
     assert str(caught.value).startswith(f"Server error: {sentence}")
     assert sentence in caught.value.message
 
 
 def test_ranks_that_chose_the_same() -> None:
-    answers.check_digests(17, [2**64 - 1] * 3)
-    answers.check_digests(17, [0, 0])
+    answers.merge_steps(17, [pb.StepResponse(digest=2**64 - 1)] * 3)
     generations = pb.Generations(request_ids=[3], token_ids=[4], logprobs=[0.0], finish_reasons=[0])
     first = pb.StepResponse(generations=generations, digest=7, forward_ns=100, decode_ns=1)
     step = answers.merge_steps(17, [first, pb.StepResponse(digest=7, forward_ns=200)])

@@ -14,11 +14,10 @@ from text_generation_router.client import shards as client_shards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler import watch
-from text_generation_router.scheduler.shards import Advance, LostStepError
+from text_generation_router.scheduler.shards import GoneShardError, LostStepError
 from text_generation_router.scheduler.watch import WatchedShards
 
-from router.tests.client.test_shards import CALLS, Rank, serving
-from router.tests.client.test_translate import make_entry
+from router.tests.client.test_shards import CALLS, Rank, make_prefill, serving
 from router.tests.scheduling import make_decode
 from router.tests.waiting import until
 
@@ -48,9 +47,9 @@ async def test_numbers_go_on_behind_the_largest_of_all_ranks(tmp_path: Path) -> 
 
 async def test_steps_ahead_are_numbered_as_they_are_sent(tmp_path: Path) -> None:
     async with serving(tmp_path, 2) as (client, ranks):
-        await client.decode([0], Advance())
+        await client.step(make_decode(), 0)
         ranks[1].delay_s = 0.002
-        calls = [client.decode([n], Advance(is_ahead=True)) for n in range(1, 20)]
+        calls = [client.step(make_decode(is_ahead=True), n) for n in range(1, 20)]
         await asyncio.gather(*(asyncio.create_task(call) for call in calls))
         for rank in ranks:
             assert [(request.batch_ids[0], request.number) for request in rank.asked] == [
@@ -83,8 +82,8 @@ class Hanging(Rank):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client: client.prefill(3, [make_entry()], None),
-        lambda client: client.decode([3], Advance()),
+        lambda client: client.step(make_prefill(), 3),
+        lambda client: client.step(make_decode(), 3),
         lambda client: client.clear_cache(3),
         lambda client: client.warmup(100, 8),
     ],
@@ -115,14 +114,14 @@ async def test_a_rank_that_hangs_when_another_has_failed(tmp_path: Path) -> None
         ranks[1].delay_s = 3600
         started = time.perf_counter()
         with pytest.raises(LostStepError, match="Server error: shard 0: shard 1 did not come"):
-            await asyncio.wait_for(client.decode([3], Advance()), 10)
+            await asyncio.wait_for(client.step(make_decode(), 3), 10)
         assert time.perf_counter() - started < 2 * client_shards.OTHERS_S + 1
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client: client.decode([3], Advance()),
+        lambda client: client.step(make_decode(), 3),
         lambda client: client.clear_cache(None),
         lambda client: client.info(),
         lambda client: client.warmup(100, 8),
@@ -179,10 +178,10 @@ async def test_a_rank_that_stops_before_it_has_said_where_the_others_are(tmp_pat
 async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
     """Both fail, neither waits for ever, and the message that clears goes to all ranks."""
     async with serving(tmp_path, 2) as (client, ranks):
-        await client.decode([3], Advance())
+        await client.step(make_decode(), 3)
         for rank in ranks:
             rank.delay_s, rank.failure = 0.01, (grpc.StatusCode.INTERNAL, "out of luck")
-        steps = [client.decode([3], Advance(is_ahead=True)) for _ in range(2)]
+        steps = [client.step(make_decode(is_ahead=True), 3) for _ in range(2)]
         outcomes = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 5)
         assert {str(outcome) for outcome in outcomes} == {"Server error: shard 0: out of luck"}
         for rank in ranks:
@@ -211,11 +210,11 @@ async def test_the_silent_rank_is_named_in_the_log(
 async def test_an_end_is_noticed_without_a_call(tmp_path: Path) -> None:
     async with serving(tmp_path, 2) as (client, ranks):
         await client.health()
-        gone = asyncio.create_task(client.gone())
-        await asyncio.sleep(2 * client_shards._GONE_POLL_S)
-        assert not gone.done()
+        assert not client.may_be_gone
         await ranks[1].stop(None)
-        await asyncio.wait_for(gone, 5)
+        await until(lambda: client.may_be_gone)
+        with pytest.raises(GoneShardError):
+            await client.health()
 
 
 @pytest.mark.slow
@@ -226,17 +225,6 @@ async def test_a_channel_that_was_not_used_is_connected_again(
     monkeypatch.setattr(client_shards, "_CHANNEL_OPTIONS", [*client_shards._CHANNEL_OPTIONS, idle])
     async with serving(tmp_path, 2) as (client, _):
         await client.health()
-        await until(
-            lambda: all(
-                one.get_state() is grpc.ChannelConnectivity.IDLE for one in client._channels
-            )
-        )
-        gone = asyncio.create_task(client.gone())
-        await until(
-            lambda: all(
-                one.get_state() is grpc.ChannelConnectivity.READY for one in client._channels
-            )
-        )
-        await asyncio.sleep(2 * client_shards._GONE_POLL_S)
-        assert not gone.done()
-        gone.cancel()
+        await until(lambda: client.may_be_gone)
+        await client.health()
+        assert not client.may_be_gone

@@ -13,16 +13,22 @@ import pytest
 from text_generation_proto import pb, pb_grpc
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.batcher import TURNS_TO_SEND
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
-    Advance,
     CachedBatch,
     GrammarResult,
     LostStepError,
 )
+from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.client.test_translate import make_entry
+from router.tests.scheduling import make_decode
 from router.tests.waiting import until
+
+
+def make_prefill() -> Plan:
+    """The plan of a Prefill of one new row."""
+    return Plan([make_entry()], None, {}, {}, frozenset())
 
 
 class Rank(pb_grpc.TextGenerationServiceServicer):
@@ -126,8 +132,8 @@ async def serving(
 
 
 CALLS: list[Callable[[ShardedClient], Any]] = [
-    lambda client: client.prefill(3, [make_entry()], None),
-    lambda client: client.decode([3], Advance([(11, 5)])),
+    lambda client: client.step(make_prefill(), 3),
+    lambda client: client.step(make_decode(), 3),
     lambda client: client.filter_batch(3, [11]),
     lambda client: client.clear_cache(3),
     lambda client: client.health(),
@@ -174,7 +180,7 @@ async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             await client.compile_grammar("x", 0.05)
         ranks[1].delay_s = 0
-        assert (await client.prefill(3, [make_entry()], None)).token_ids == (5,)
+        assert (await client.step(make_prefill(), 3)).token_ids == (5,)
 
 
 async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
@@ -195,7 +201,7 @@ async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
 async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 5
-        call = asyncio.create_task(client.decode([3], Advance()))
+        call = asyncio.create_task(client.step(make_decode(), 3))
         await until(lambda: bool(rank.asked))
         await client.close()
         with pytest.raises(GenerationError, match="Could not connect"):
@@ -216,32 +222,38 @@ class Listener(pb_grpc.TextGenerationServiceServicer):
     def ServiceDiscovery(self, request: Any, context: Any) -> Any:
         return pb.ServiceDiscoveryResponse(urls=self._urls)
 
+    def Prefill(self, request: Any, context: Any) -> Any:
+        self.asked.set()
+        return pb.StepResponse(digest=1)
+
     def Decode(self, requests: Any, context: Any) -> Any:
         for _ in requests:
             self.asked.set()
             yield pb.StepResponse(digest=1)
 
 
+@pytest.mark.parametrize("plan", [make_decode(), make_prefill()], ids=["decode", "prefill"])
 @pytest.mark.parametrize("num", [1, 2])
-async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path, num: int) -> None:
+async def test_a_step_is_sent_within_one_turn_of_the_event_loop(
+    tmp_path: Path, num: int, plan: Plan
+) -> None:
     """Otherwise the router's text work would delay the shards instead of overlapping with them."""
     urls = [f"unix://{tmp_path}/shard-{rank}" for rank in range(num)]
     shards = [Listener(rank, urls) for rank in range(num)]
     with ExitStack() as stack:
         for shard, url in zip(shards, urls, strict=True):
-            server = grpc.server(stack.enter_context(ThreadPoolExecutor(1)))
+            server = grpc.server(stack.enter_context(ThreadPoolExecutor(2)))
             pb_grpc.add_TextGenerationServiceServicer_to_server(shard, server)
             server.add_insecure_port(url)
             server.start()
             stack.callback(lambda server=server: server.stop(None).wait())
         client = await ShardedClient.connect(f"{tmp_path}/shard-0", timeout_s=10)
         # The first step opens the call.
-        await client.decode([3], Advance())
+        await client.step(make_decode(), 3)
         for shard in shards:
             shard.asked.clear()
-        call = asyncio.create_task(client.decode([3], Advance()))
-        for _ in range(TURNS_TO_SEND):
-            await asyncio.sleep(0)
+        call = asyncio.create_task(WatchedShards(client).step(plan, 3))
+        await asyncio.sleep(0)
         for shard in shards:
             assert shard.asked.wait(5), "the loop stands still, and the call is not there"
         await call
@@ -253,10 +265,10 @@ async def test_steps_go_through_one_call_until_it_fails(tmp_path: Path) -> None:
         for _ in range(2):
             rank.failure = None
             for _ in range(3):
-                assert (await client.decode([3], Advance())).batch == CachedBatch(3, (11,))
+                assert (await client.step(make_decode(), 3)).batch == CachedBatch(3, (11,))
             rank.failure = (grpc.StatusCode.INTERNAL, "out of luck")
             with pytest.raises(GenerationError, match="Server error: out of luck"):
-                await client.decode([3], Advance())
+                await client.step(make_decode(), 3)
         assert rank.num_decode_calls == 2
 
 
@@ -264,11 +276,11 @@ async def test_a_cancelled_step(tmp_path: Path) -> None:
     """Its answer must not be taken for that of the next."""
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 0.05
-        call = asyncio.create_task(client.decode([3], Advance()))
+        call = asyncio.create_task(client.step(make_decode(), 3))
         await until(lambda: bool(rank.asked))
         call.cancel()
         await asyncio.wait({call})
-        assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))
+        assert (await client.step(make_decode(), 4)).batch == CachedBatch(4, (11,))
 
 
 async def test_no_shard_listens(tmp_path: Path) -> None:
@@ -281,12 +293,12 @@ async def test_no_shard_listens(tmp_path: Path) -> None:
 async def test_steps_that_are_sent_before_the_last_is_answered(tmp_path: Path) -> None:
     """One call carries them all, and each gets its own answer, in any order of waiting."""
     async with serving(tmp_path, 2) as (client, ranks):
-        await client.decode([3], Advance())
+        await client.step(make_decode(), 3)
         for rank in ranks:
             rank.delay_s = 0.002
         for first in range(10, 60, 5):
             ids = range(first, first + 5)
-            calls = [client.decode([batch_id], Advance(is_ahead=True)) for batch_id in ids]
+            calls = [client.step(make_decode(is_ahead=True), batch_id) for batch_id in ids]
             results = await asyncio.gather(*calls)
             assert [result.batch for result in results] == [CachedBatch(i, (11,)) for i in ids]
         assert [rank.num_decode_calls for rank in ranks] == [1, 1]

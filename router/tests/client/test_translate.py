@@ -11,6 +11,7 @@ from text_generation_router.client.translate import ShardInfo
 from text_generation_router.request import FinishReason, Pooling, Request, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import Advance, CachedBatch
 
 from router.tests.scheduling import make_tokenizer
@@ -52,6 +53,11 @@ def make_entry() -> Entry:
 ADVANCE = Advance([(11, 7), (12, 8)], [(13, 16), (14, 2)], speculate=3, is_ahead=True)
 
 
+def make_plan(advance: Advance | None) -> Plan:
+    """A Prefill of one new row."""
+    return Plan([make_entry()], advance, {}, {}, frozenset())
+
+
 def unset_fields(message: Message) -> set[str]:
     return {field.name for field in message.DESCRIPTOR.fields} - {
         field.name for field, _ in message.ListFields()
@@ -59,7 +65,7 @@ def unset_fields(message: Message) -> set[str]:
 
 
 def test_a_request_goes_over_whole() -> None:
-    batch = translate.to_batch(3, [make_entry()])
+    batch = translate.to_prefill(make_plan(None), 3, None, "", 1).batch
     [request] = batch.requests
     assert (batch.id, request.id) == (3, 11)
     assert list(request.input_ids) == [5, 6, 7] and request.num_prompt_tokens == 3
@@ -88,13 +94,15 @@ def test_a_request_goes_over_whole() -> None:
 def test_a_preempted_request_brings_what_it_has_generated() -> None:
     entry = make_entry()
     entry.token_ids += [21, 22]
-    [request] = translate.to_batch(3, [entry]).requests
+    [request] = translate.to_prefill(
+        Plan([entry], None, {}, {}, frozenset()), 3, None, "", 1
+    ).batch.requests
     assert list(request.input_ids) == [5, 6, 7, 21, 22] and request.num_prompt_tokens == 3
     assert not request.prefill_logprobs, "they were delivered with the first token"
 
 
 def test_decode() -> None:
-    request = translate.to_decode([4], ADVANCE)
+    request = translate.to_decode(ADVANCE, 4, "", 1)
     assert list(request.batch_ids) == [4]
     check_advance(request.advance)
 
@@ -107,11 +115,11 @@ def check_advance(advance: pb.Advance) -> None:
 
 
 def test_prefill() -> None:
-    request = translate.to_prefill(3, [make_entry()], 2, ADVANCE)
+    request = translate.to_prefill(make_plan(ADVANCE), 3, 2, "", 1)
     assert (request.batch.id, request.cached_batch_id) == (3, 2)
     assert [one.id for one in request.batch.requests] == [11]
     check_advance(request.advance)
-    first = translate.to_prefill(3, [make_entry()], None, None)
+    first = translate.to_prefill(make_plan(None), 3, None, "", 1)
     assert not first.HasField("cached_batch_id") and not first.HasField("advance")
 
 

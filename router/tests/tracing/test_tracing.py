@@ -11,9 +11,10 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Request
+from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tracing import steps
 from text_generation_router.tracing.requests import TracedRequests
-from text_generation_router.tracing.steps import TracedShards
+from text_generation_router.tracing.steps import StepTrace
 
 from router.tests.scheduling import (
     Failing,
@@ -59,10 +60,10 @@ class Traced:
         self.requests = TracedRequests(provider.get_tracer("test"), "a model")
         self.told: FakeShards
 
-    def watched(self, shards: FakeShards) -> TracedShards:
+    def watched(self, shards: FakeShards) -> WatchedShards:
         """The traced shards, for the batcher."""
         self.told = shards
-        return TracedShards(self.requests, shards)
+        return WatchedShards(shards, trace=StepTrace(self.requests))
 
     async def ask(
         self, rig: Rig, *requests: Request, leaves: bool = False, parent: str = ""

@@ -61,18 +61,13 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
     first, *others = responses
     if not others:
         return translate.from_step(first)
-    check_digests(number, [response.digest for response in responses])
-    shard_ns = [response.forward_ns + response.decode_ns for response in responses]
-    return translate.from_step(first, shard_ns)
-
-
-def check_digests(number: int, digests: Sequence[int]) -> None:
-    """Raises LostStepError unless all ranks have sent the same digest; rank 0 is the first."""
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+    if wrong := [rank for rank, one in enumerate(responses) if one.digest != first.digest]:
         raise LostStepError(
-            f"Server error: {_shards(others)} chose other tokens than shard 0 in step {number}, so "
+            f"Server error: {_shards(wrong)} chose other tokens than shard 0 in step {number}, so "
             "that it is not known which are right"
         )
+    shard_ns = [response.forward_ns + response.decode_ns for response in responses]
+    return translate.from_step(first, shard_ns)
 
 
 def failure(outcomes: Sequence[object]) -> BaseException | None:

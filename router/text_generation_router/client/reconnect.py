@@ -77,20 +77,14 @@ class Reconnection:
         except GenerationError as error:
             # Some may have failed before they listened; the launcher starts new ones.
             raise LostStepError(*error.args) from error
-        warm_up = asyncio.ensure_future(self._warm_up(shards))
-        silence = asyncio.ensure_future(_silence(shards))
+        watch = asyncio.ensure_future(_close_silent(shards))
         try:
-            await asyncio.wait({warm_up, silence}, return_when=asyncio.FIRST_COMPLETED)
-            if not warm_up.done():
-                raise LostStepError("The new shards have not answered while they warmed up")
-            warm_up.result()
+            await self._warm_up(shards)
         except BaseException:
             await shards.close()
             raise
         finally:
-            warm_up.cancel()
-            silence.cancel()
-            await asyncio.gather(warm_up, silence, return_exceptions=True)
+            watch.cancel()
         return shards
 
     async def _warm_up(self, shards: ShardedClient) -> None:
@@ -116,13 +110,14 @@ class Reconnection:
                 raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
 
 
-async def _silence(shards: ShardedClient) -> None:
-    """Returns after NUM_QUESTIONS unanswered health checks in a row."""
+async def _close_silent(shards: ShardedClient) -> None:
+    """Closes the connection after NUM_QUESTIONS unanswered health checks in a row."""
     num_unanswered = 0
     while num_unanswered < NUM_QUESTIONS:
         await asyncio.sleep(PATIENCE_S)
         is_silent = await silence_of(shards, num_questions=1)
         num_unanswered = num_unanswered + 1 if is_silent else 0
+    await shards.close()
 
 
 def _identity(path: str) -> _Identity | None:

@@ -1,23 +1,22 @@
 """The shards over gRPC: every call goes to all ranks, rank 0's tokens count."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from text_generation_process.defaults import STARTING_DEADLINE_S
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_router.client import answers, translate
 from text_generation_router.client.shard_socket import ShardSocket, path_of
-from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.client.translate import ShardInfo, WarmupResult, from_info
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
-    Advance,
     CachedBatch,
-    GoneShardError,
     GrammarResult,
     LostStepError,
     StepResult,
@@ -25,7 +24,8 @@ from text_generation_router.scheduler.shards import (
 
 __all__ = ["ShardInfo", "ShardedClient", "WarmupResult"]
 
-_Response = TypeVar("_Response")
+_Answer = TypeVar("_Answer")
+_Merge = Callable[[list[Any]], _Answer]
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -36,8 +36,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0  # a healthy shard answers in milliseconds, also during a step
-# How often the channels are checked.
-_GONE_POLL_S = 0.25
 _READY = grpc.ChannelConnectivity.READY
 # Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
 # within this hangs.
@@ -45,7 +43,8 @@ OTHERS_S = 0.5
 
 
 class ShardedClient:
-    """Owns one channel per rank and the numbers of messages; implements `scheduler.shards.Shards`.
+    """Owns the connections to all ranks and the numbers of messages; implements
+    `scheduler.watch.Shards`.
 
     Messages that all ranks must take in the same order are numbered, in the order in which they
     are sent. A call returns when all ranks have answered, so that no rank still computes a failed
@@ -53,22 +52,13 @@ class ShardedClient:
     when another one has answered or failed. Failures are GenerationError in TGI's words.
     """
 
-    def __init__(
-        self,
-        channels: list[grpc.aio.Channel],
-        sockets: list[ShardSocket],
-        last_number: int = 0,
-        answer_s: float = STARTING_DEADLINE_S,
-    ) -> None:
-        """No rank has taken a message with a number above `last_number`. answer_s: how long the
-        call waits for a rank when another one has answered."""
+    def __init__(self, answer_s: float = STARTING_DEADLINE_S) -> None:
+        """answer_s: how long the call waits for a rank when another one has answered."""
         self.answer_s = answer_s
         """The same, for later calls."""
-        self._channels = channels
-        self._sockets = sockets
-        self._last_number = last_number
-        self._stubs = [_stub(channel) for channel in channels]
-        self._decodes = [DecodeCall(stub) for stub in self._stubs]
+        self._ranks: list[Rank] = []
+        # No rank has taken a message with a larger number.
+        self._last_number = 0
 
     @classmethod
     async def connect(
@@ -81,45 +71,55 @@ class ShardedClient:
         before all ranks had taken its last messages, and only these two may skip numbers. Raises
         GenerationError, with a sentence for the user, if a shard is late or another user's.
         """
-        channels, sockets = list[grpc.aio.Channel](), list[ShardSocket]()
-        path = master_uds_path
+        client, path = cls(answer_s), master_uds_path
         try:
             async with asyncio.timeout(timeout_s):
-                last_number, urls = await _reach(path, channels, sockets, answer_s)
+                urls = await client._reach(path, await ShardSocket.wait_for(path))
                 for path in map(path_of, urls[1:]):
-                    number, _ = await _reach(path, channels, sockets, answer_s)
-                    last_number = max(last_number, number)
+                    await client._reach(path)
         except BaseException as error:
-            await cls(channels, sockets).close()
+            await client.close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
             raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
-        return cls(channels, sockets, last_number, answer_s)
+        return client
+
+    async def _reach(self, path: str, socket: ShardSocket | None = None) -> Sequence[str]:
+        """Connects to one more shard, when it listens. Returns the addresses of all shards."""
+        try:
+            async with asyncio.timeout(self.answer_s):
+                rank = Rank(socket or await ShardSocket.wait_for(path))
+                self._ranks.append(rank)
+                await rank.channel.channel_ready()
+                info: pb.InfoResponse = await rank.stub.Info(pb.InfoRequest())
+                found = await rank.stub.ServiceDiscovery(pb.ServiceDiscoveryRequest())
+        except TimeoutError as error:
+            raise GenerationError(
+                f"the shard at {path} listens and has not answered for {self.answer_s:g} s: it "
+                "hangs or was stopped; restart all shards"
+            ) from error
+        self._last_number = max(self._last_number, info.last_number)
+        urls: Sequence[str] = found.urls
+        return urls
 
     async def close(self) -> None:
-        """Closes the channels; calls in flight fail. May be repeated."""
-        await asyncio.gather(*(channel.close(None) for channel in self._channels))
-        while self._sockets:
-            self._sockets.pop().close()
+        """Closes the connections; calls in flight fail. May be repeated."""
+        ranks, self._ranks = self._ranks, []
+        await asyncio.gather(*(rank.close() for rank in ranks))
 
-    async def gone(self) -> None:
-        """Returns when a shard has ended, also while no call is in flight."""
-        while True:
-            await asyncio.sleep(_GONE_POLL_S)
-            # A channel whose shard has ended is idle until the next call; so is one that was not
-            # used for half an hour, which that call connects again.
-            if all(channel.get_state() is _READY for channel in self._channels):
-                continue
-            with suppress(GenerationError):
-                try:
-                    await self.health()
-                except GoneShardError:
-                    return
+    @property
+    def may_be_gone(self) -> bool:
+        """Whether a channel is not connected. It is idle when its shard has ended, but also when it
+        was not used for half an hour: the next call connects it again."""
+        return any(rank.channel.get_state() is not _READY for rank in self._ranks)
+
+    # ---- Calls ----
 
     async def info(self) -> ShardInfo:
         """Properties of the shards. Raises GenerationError if they differ."""
-        responses = await self._all_soon(stub.Info(pb.InfoRequest()) for stub in self._stubs)
-        return answers.merge_infos([translate.from_info(response) for response in responses])
+        return await self._call(
+            "Info", pb.InfoRequest(), lambda found: answers.merge_infos([*map(from_info, found)])
+        )
 
     async def warmup(
         self,
@@ -140,62 +140,61 @@ class ShardedClient:
             num_snapshots=num_snapshots,
             number=self._next_number(),
         )
-        responses = await self._all_soon(stub.Warmup(request) for stub in self._stubs)
-        result = translate.from_warmup(responses)
+        result = await self._call("Warmup", request, translate.from_warmup)
         # Ranks wait this long for one another from now on.
         self.answer_s = result.rank_deadline_s or self.answer_s
         return result
 
     async def health(self) -> None:
         """Returns if every shard is healthy."""
-        request = pb.HealthRequest()
-        await _all(stub.Health(request, timeout=_HEALTH_TIMEOUT_S) for stub in self._stubs)
+        calls = [
+            rank.stub.Health(pb.HealthRequest(), timeout=_HEALTH_TIMEOUT_S) for rank in self._ranks
+        ]
+        await _merged(calls, _nothing, None)
 
-    async def prefill(
+    def step(
         self,
+        plan: Plan,
         batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
+        cached_batch_id: int | None = None,
         trace_context: str = "",
-    ) -> StepResult:
-        """See `Shards.prefill`."""
-        request = translate.to_prefill(batch_id, entries, cached_batch_id, advance, trace_context)
-        request.number = self._next_number()
-        responses = await self._all_soon(stub.Prefill(request) for stub in self._stubs)
-        return answers.merge_steps(request.number, responses)
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        """See `Shards.decode`."""
-        request = translate.to_decode(batch_ids, advance, trace_context)
-        request.number = self._next_number()
-        responses = await self._all_soon(decode(request) for decode in self._decodes)
-        return answers.merge_steps(request.number, responses)
-
-    def _all_soon(self, calls: Iterable[Awaitable[_Response]]) -> Awaitable[list[_Response]]:
-        return _all(calls, self.answer_s)
+    ) -> Coroutine[Any, Any, StepResult]:
+        """See `Shards.step`."""
+        number = self._next_number()
+        merge = partial(answers.merge_steps, number)
+        if plan.admitted:
+            prefill = translate.to_prefill(plan, batch_id, cached_batch_id, trace_context, number)
+            return self._call("Prefill", prefill, merge)
+        assert plan.advance is not None, "a step without newcomers has rows"
+        decode = translate.to_decode(plan.advance, batch_id, trace_context, number)
+        return _merged([rank.decode(decode) for rank in self._ranks], merge, self.answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
         request = pb.CompileGrammarRequest(grammar=grammar)
         async with asyncio.timeout(timeout_s):
-            responses = await _all(stub.CompileGrammar(request) for stub in self._stubs)
-        return translate.from_compiled(responses)
+            calls = [rank.stub.CompileGrammar(request) for rank in self._ranks]
+            return await _merged(calls, translate.from_compiled, None)
 
-    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+    def filter_batch(
+        self, batch_id: int, request_ids: Sequence[int]
+    ) -> Coroutine[Any, Any, CachedBatch]:
         """See `Shards.filter_batch`."""
         request = pb.FilterBatchRequest(
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
-        responses = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
-        return translate.from_cached_batch(responses[0].batch)
+        return self._call("FilterBatch", request, translate.from_filtered)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
         request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
-        await self._all_soon(stub.ClearCache(request) for stub in self._stubs)
+        await self._call("ClearCache", request, _nothing)
+
+    def _call(
+        self, method: str, request: Message, merge: _Merge[_Answer]
+    ) -> Coroutine[Any, Any, _Answer]:
+        calls = [getattr(rank.stub, method)(request) for rank in self._ranks]
+        return _merged(calls, merge, self.answer_s)
 
     def _next_number(self) -> int:
         """For a message that is sent before the next number is taken."""
@@ -203,26 +202,31 @@ class ShardedClient:
         return self._last_number
 
 
-class DecodeCall:
-    """Owns the streaming call to one rank for decode steps, opened when one is needed.
+class Rank:
+    """Owns the connection to one rank, and its streaming call for Decode, opened when one is
+    needed: a message over it takes half the time of a call of its own."""
 
-    A message over an open call takes half the time of a call of its own. Several may be in flight.
-    """
-
-    def __init__(self, stub: pb_grpc.TextGenerationServiceStub) -> None:
-        self._stub = stub
-        self._call: Any = None
+    def __init__(self, socket: ShardSocket) -> None:
+        self._socket = socket
+        self.channel = grpc.aio.insecure_channel(f"unix:{socket.address}", options=_CHANNEL_OPTIONS)
+        self.stub = pb_grpc.TextGenerationServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self._decode: Any = None
         # gRPC writes one message and reads one at a time. The locks are fair, so that answers are
         # read in the order of their steps.
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
-    async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
+    async def close(self) -> None:
+        """Calls in flight fail."""
+        await self.channel.close(None)
+        self._socket.close()
+
+    async def decode(self, request: pb.DecodeRequest) -> pb.StepResponse:
         """One step. A call that has failed or was cancelled is not used again: it is not known
         whether the shard has taken the steps behind the failed one. Therefore the next message must
         be a `clear_cache`, which may skip numbers."""
-        if self._call is None or self._call.done():
-            self._call = self._stub.Decode()
-        call = self._call
+        if self._decode is None or self._decode.done():
+            self._decode = self.stub.Decode()
+        call = self._decode
         try:
             async with self._writing:
                 await call.write(request)
@@ -234,42 +238,6 @@ class DecodeCall:
         if not isinstance(response, pb.StepResponse):
             raise LostStepError("Server error: the shard has ended the call without an answer")
         return response
-
-
-def _open(shard: ShardSocket) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"unix:{shard.address}", options=_CHANNEL_OPTIONS)
-
-
-def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
-    return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-
-
-async def _reach(
-    path: str,
-    channels: list[grpc.aio.Channel],
-    sockets: list[ShardSocket],
-    answer_s: float,
-) -> tuple[int, Sequence[str]]:
-    """Connects to one more shard when it listens. Returns the number of its last message, and the
-    addresses of all shards."""
-    is_first = not sockets
-    if is_first:
-        sockets.append(await ShardSocket.wait_for(path))
-    try:
-        async with asyncio.timeout(answer_s):
-            if not is_first:
-                sockets.append(await ShardSocket.wait_for(path))
-            channels.append(_open(sockets[-1]))
-            await channels[-1].channel_ready()
-            stub = _stub(channels[-1])
-            info: pb.InfoResponse = await stub.Info(pb.InfoRequest())
-            found = await stub.ServiceDiscovery(pb.ServiceDiscoveryRequest())
-    except TimeoutError as error:
-        raise GenerationError(
-            f"the shard at {path} listens and has not answered for {answer_s:g} s: it hangs or was "
-            "stopped; restart all shards"
-        ) from error
-    return info.last_number, found.urls
 
 
 def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
@@ -284,22 +252,34 @@ def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
     )
 
 
-async def _all(
-    calls: Iterable[Awaitable[_Response]], answer_s: float | None = None
-) -> list[_Response]:
-    """The answers of all ranks in order; raises the failure of one. answer_s: see ShardedClient;
-    None: no limit."""
-    first, *others = calls
-    if not others:
-        # A task for a single call would cost every step one more turn of the event loop.
-        try:
-            return [await first]
-        except (asyncio.CancelledError, GenerationError, grpc.aio.AioRpcError) as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise  # this task is cancelled
-            raise answers.generation_error(error, is_lost=False) from error
-    tasks = [asyncio.ensure_future(call) for call in (first, *others)]
+def _nothing(responses: list[Any]) -> None:
+    """The answers say nothing."""
+
+
+def _merged(
+    calls: Sequence[Awaitable[Any]], merge: _Merge[_Answer], answer_s: float | None
+) -> Coroutine[Any, Any, _Answer]:
+    """The answers of all ranks, in order, as one; raises the failure of one. answer_s: see
+    ShardedClient; None: no limit."""
+    if len(calls) == 1:
+        # A task would cost every step one more turn of the event loop.
+        return _one(calls[0], merge)
+    return _several([asyncio.ensure_future(call) for call in calls], merge, answer_s)
+
+
+async def _one(call: Awaitable[Any], merge: _Merge[_Answer]) -> _Answer:
+    try:
+        return merge([await call])
+    except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # this task is cancelled
+        raise answers.generation_error(error, is_lost=False) from error
+
+
+async def _several(
+    tasks: Sequence[asyncio.Future[Any]], merge: _Merge[_Answer], answer_s: float | None
+) -> _Answer:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done, waiting = await asyncio.wait(
@@ -314,7 +294,7 @@ async def _all(
             task.cancel()
     if (failure := answers.failure(outcomes)) is not None:
         raise failure
-    return [task.result() for task in tasks]
+    return merge(outcomes)
 
 
 def _outcome(task: asyncio.Future[Any]) -> Any:

@@ -1,6 +1,6 @@
 """Between the router's values and the messages of generate.proto, which no other file reads."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from text_generation_process.sampling import Sampling
@@ -8,6 +8,7 @@ from text_generation_proto import pb
 
 from text_generation_router.request import FinishReason, Pooling, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 
 _FINISH_REASONS = {
@@ -72,11 +73,6 @@ class WarmupResult:
     num_snapshots: int = 0
 
 
-def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
-    """New rows, ready for Prefill."""
-    return pb.Batch(id=batch_id, requests=[_to_request(entry) for entry in entries])
-
-
 def _to_request(entry: Entry) -> pb.Request:
     assert entry.block_table is not None
     request = entry.request
@@ -118,27 +114,25 @@ def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
 
 
 def to_prefill(
-    batch_id: int,
-    entries: Iterable[Entry],
-    cached_batch_id: int | None,
-    advance: Advance | None,
-    trace_context: str = "",
+    plan: Plan, batch_id: int, cached_batch_id: int | None, trace_context: str, number: int
 ) -> pb.PrefillRequest:
     """New rows, and how the rows of the cached batch go on beside them."""
     return pb.PrefillRequest(
-        batch=to_batch(batch_id, entries),
+        batch=pb.Batch(id=batch_id, requests=map(_to_request, plan.admitted)),
         cached_batch_id=cached_batch_id,
-        advance=None if advance is None else _to_advance(advance),
+        advance=None if plan.advance is None else _to_advance(plan.advance),
         trace_context=trace_context,
+        number=number,
     )
 
 
-def to_decode(
-    batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-) -> pb.DecodeRequest:
-    """One step for the rows of the batches."""
+def to_decode(advance: Advance, batch_id: int, trace_context: str, number: int) -> pb.DecodeRequest:
+    """One step for the rows of a batch."""
     return pb.DecodeRequest(
-        batch_ids=batch_ids, advance=_to_advance(advance), trace_context=trace_context
+        batch_ids=[batch_id],
+        advance=_to_advance(advance),
+        trace_context=trace_context,
+        number=number,
     )
 
 
@@ -162,7 +156,7 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
         token_counts=tuple(generations.token_counts),
         logprobs=tuple(generations.logprobs),
         finish_reasons=tuple(_FINISH_REASONS[r] for r in generations.finish_reasons),
-        batch=from_cached_batch(response.batch) if response.batch.request_ids else None,
+        batch=_from_batch(response.batch) if response.batch.request_ids else None,
         top_token_counts=tuple(generations.top_token_counts),
         top_token_ids=tuple(generations.top_token_ids),
         top_token_logprobs=tuple(generations.top_token_logprobs),
@@ -182,8 +176,12 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
     )
 
 
-def from_cached_batch(batch: pb.CachedBatch) -> CachedBatch:
-    """A receipt for rows."""
+def from_filtered(responses: Sequence[pb.FilterBatchResponse]) -> CachedBatch:
+    """The rows that are left, as rank 0 says."""
+    return _from_batch(responses[0].batch)
+
+
+def _from_batch(batch: pb.CachedBatch) -> CachedBatch:
     return CachedBatch(batch.id, tuple(batch.request_ids))
 
 

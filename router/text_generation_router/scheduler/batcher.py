@@ -46,8 +46,6 @@ __all__ = ["Batcher", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
 
-# How often the event loop must turn until gRPC has written a call to its socket (test_shards.py).
-TURNS_TO_SEND = 2
 # How long before the expected result of a step the next one is launched, if it can be: the time
 # that a result and a call need on their way where all cores compute. It is no longer, because
 # requests that arrive after the launch wait for one more step.
@@ -275,8 +273,7 @@ class Batcher:
             assert batch is not None, "it decodes rows"
             batch_id = batch.id
         step = self._launch(plan, batch_id, None if batch is None else batch.id)
-        for _ in range(TURNS_TO_SEND):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the message is sent before the text of the last step is made
         return step
 
     async def _launch_ahead(self, step: _Step) -> _Step | None:

@@ -1,13 +1,11 @@
-"""The interface of the scheduler to the shards, in plain values: no transport, no protobuf."""
+"""What the shards are told and answer, in plain values: no transport, no protobuf."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Protocol
 
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.entry import Entry
 
 
 class LostStepError(GenerationError):
@@ -139,59 +137,3 @@ class StepResult:
             end = start + num
             yield self.top_token_ids[start:end], self.top_token_logprobs[start:end]
             start = end
-
-
-class Shards(Protocol):
-    """All shards of the model as one. Every method raises GenerationError when a shard fails, and
-    LostStepError when the shard may still have computed something.
-
-    One Prefill, Decode or FilterBatch is in flight at a time. Only a Decode with `is_ahead` may
-    follow another Decode in flight, and is computed after it.
-    """
-
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
-    ) -> StepResult:
-        """Computes the first `chunk_len` uncached tokens of `entries`; complete ones get a token.
-
-        With `cached_batch_id` the rows join that batch, which keeps its id. With `advance` its rows
-        go on in the same pass, before the new ones, which can share the blocks written there. If it
-        fails, the cached batch is unchanged and the new rows are free. `trace_context`: the span
-        above those of the shards; empty: they have none.
-        """
-        ...
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        """Advances every row of the batches, which become one."""
-        ...
-
-    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
-        """Keeps the rows of `request_ids` (not empty) and frees the others."""
-        ...
-
-    async def clear_cache(self, batch_id: int | None) -> None:
-        """Frees the rows of one batch, or of all; an unknown id is no error."""
-        ...
-
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
-        ...
-
-    async def health(self) -> None:
-        """Returns if every shard is healthy."""
-        ...
-
-    async def gone(self) -> None:
-        """Returns when one of them has ended."""
-        ...
-
-    async def close(self) -> None:
-        """Closes the connection; calls in flight fail."""
-        ...

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from text_generation_router.errors import GenerationError, UnhealthyError
 from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
@@ -15,12 +16,11 @@ from text_generation_router.scheduler.shards import (
     GrammarResult,
     LostStepError,
     NoShardsError,
-    Shards,
     SilentShardError,
     StepResult,
 )
 
-# How often the oldest call is checked.
+# How often the oldest call is checked, and whether a shard may have ended.
 LOOK_S = 0.25
 # A check this late means that this process, or the whole machine, was stopped.
 STILL_S = 1.0
@@ -35,17 +35,77 @@ NUM_QUESTIONS = 3
 NUM_QUESTIONS_TO_SEVERAL = 4
 
 _Answer = TypeVar("_Answer")
-Connect = Callable[[Callable[[str], None]], Awaitable[Shards]]
 
 logger = logging.getLogger(__name__)
+
+
+class Shards(Protocol):
+    """The connection to all shards of the model. Every call raises GenerationError when a shard
+    fails, and LostStepError when the shard may still have computed something.
+
+    One step or `filter_batch` is in flight at a time. Only a Decode with `is_ahead` may follow
+    another Decode in flight, and is computed after it.
+    """
+
+    @property
+    def may_be_gone(self) -> bool:
+        """Whether a shard may have ended since the last call, which `health` would find out."""
+        ...
+
+    def step(
+        self,
+        plan: Plan,
+        batch_id: int,
+        cached_batch_id: int | None = None,
+        trace_context: str = "",
+    ) -> Awaitable[StepResult]:
+        """Prefill, if there are new rows: computes their first `chunk_len` uncached tokens;
+        complete ones get a token. With `cached_batch_id` they join that batch, which keeps its id.
+        With `plan.advance` its rows go on in the same pass, before the new ones, which can share
+        the blocks written there. If it fails, the cached batch is unchanged and the new rows are
+        free. Otherwise Decode: advances every row of the batch `batch_id`.
+
+        The message is on its way after one turn of the event loop. `trace_context`: the span above
+        those of the shards; empty: they have none.
+        """
+        ...
+
+    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]:
+        """Keeps the rows of `request_ids` (not empty) and frees the others."""
+        ...
+
+    def clear_cache(self, batch_id: int | None) -> Awaitable[None]:
+        """Frees the rows of one batch, or of all; an unknown id is no error."""
+        ...
+
+    def compile_grammar(self, grammar: str, timeout_s: float) -> Awaitable[GrammarResult]:
+        """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
+        ...
+
+    def health(self) -> Awaitable[None]:
+        """Returns if every shard is healthy."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connection; calls in flight fail. May be repeated."""
+        ...
+
+
+Connect = Callable[[Callable[[str], None]], Awaitable[Shards]]
+# Sends a step, with a trace context.
+Send = Callable[[str], Coroutine[Any, Any, StepResult]]
+Trace = Callable[[Plan, Send], Coroutine[Any, Any, StepResult]]
+
+
+def untraced(plan: Plan, send: Send) -> Coroutine[Any, Any, StepResult]:
+    """A step without a span."""
+    return send("")
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     """A call in flight."""
 
-    # Without a time limit of its own: `_lose` sets it.
-    scope: asyncio.Timeout
     # When the shards could begin with it, in the loop's time.
     since: float
     allowed_s: float
@@ -72,6 +132,7 @@ class WatchedShards:
         num_questions: int = NUM_QUESTIONS,
         connect: Connect | None = None,
         note_restart: Callable[[], None] = lambda: None,
+        trace: Trace = untraced,
     ) -> None:
         """`connect` waits for new shards, and calls its argument with a sentence while the old ones
         have not ended. If it raises GenerationError, no more shards are awaited. Without it lost
@@ -90,22 +151,18 @@ class WatchedShards:
         """Called with a sentence where shards are declared lost that may still run: the launcher
         must end them."""
         # None while none are connected.
-        self._shards: Shards | None = shards
+        self._shards: Shards | None = None
         self._connection = shards
         self._num_questions = num_questions
         self._deadlines = deadlines or StepDeadlines(UNMEASURED_S)
         self._connect = connect
         self._note_restart = note_restart
+        self._trace = trace
         # Oldest first.
         self._calls: list[_Call] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._looked = 0.0
-        self._question: asyncio.Task[None] | None = None
-        # Earliest time of the next health check, in the loop's time.
-        self._next_question = 0.0
+        self._question: asyncio.Task[str] | None = None
         self._is_settled = asyncio.Event()
-        self._notice: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._serve_with(shards)
 
     @property
@@ -115,26 +172,28 @@ class WatchedShards:
 
     # ---- Calls ----
 
-    async def step(
-        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None, trace_context: str = ""
-    ) -> StepResult:
-        """A Prefill if there are new rows, or else a Decode; see `Shards`."""
-        shards, advance = self._present(), plan.advance
-        if plan.admitted:
-            entries = plan.admitted
-            call = shards.prefill(batch_id, entries, cached_batch_id, advance, trace_context)
-        else:
-            assert advance is not None, "a step without newcomers has rows"
-            call = shards.decode([batch_id], advance, trace_context)
-        return await self._watched(call, sum(plan.chunks.values()))
+    def step(
+        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None
+    ) -> Coroutine[Any, Any, StepResult]:
+        """See `Shards.step`. It never raises before it is awaited."""
 
-    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        def send(trace_context: str) -> Coroutine[Any, Any, StepResult]:
+            return self._call(
+                lambda shards: shards.step(plan, batch_id, cached_batch_id, trace_context),
+                self._deadlines.of(sum(plan.chunks.values())),
+            )
+
+        return self._trace(plan, send)
+
+    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]:
         """See `Shards.filter_batch`."""
-        return await self._watched(self._present().filter_batch(batch_id, request_ids))
+        return self._call(
+            lambda shards: shards.filter_batch(batch_id, request_ids), self._deadlines.of(0)
+        )
 
-    async def clear_cache(self, batch_id: int | None) -> None:
+    def clear_cache(self, batch_id: int | None) -> Awaitable[None]:
         """See `Shards.clear_cache`."""
-        await self._watched(self._present().clear_cache(batch_id))
+        return self._call(lambda shards: shards.clear_cache(batch_id), self._deadlines.of(0))
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`. It waits for shards first, which does not count in
@@ -142,101 +201,91 @@ class WatchedShards:
         while True:
             try:
                 await self.wait()
+                return await self._call(lambda shards: shards.compile_grammar(grammar, timeout_s))
             except NoShardsError as error:
                 raise UnhealthyError from error
-            shards = self._present()
-            try:
-                return await shards.compile_grammar(grammar, timeout_s)
-            except GoneShardError as error:
-                if not self._notice_loss(shards, error):
+            except GoneShardError:
+                if self._connect is None:
                     raise
 
-    async def health(self) -> None:
+    def health(self) -> Awaitable[None]:
         """See `Shards.health`."""
-        shards = self._present()
-        try:
-            await shards.health()
-        except GoneShardError as error:
-            self._notice_loss(shards, error)
-            raise
+        return self._call(lambda shards: shards.health())
 
-    def _present(self) -> Shards:
-        if self._shards is None:
-            raise GoneShardError(*self.error.args)
-        return self._shards
+    def _call(
+        self, send: Callable[[Shards], Awaitable[_Answer]], allowed_s: float | None = None
+    ) -> Coroutine[Any, Any, _Answer]:
+        """Sends a message now, if shards are connected. None: the answer has no deadline."""
+        if (shards := self._shards) is None:
+            return self._refuse()
+        return self._answer(shards, send(shards), allowed_s)
 
-    async def _watched(self, call: Awaitable[_Answer], num_prompt_tokens: int = 0) -> _Answer:
-        loop, shards = asyncio.get_running_loop(), self._present()
-        scope = asyncio.timeout(None)
-        own = _Call(scope, loop.time(), self._deadlines.of(num_prompt_tokens))
+    async def _refuse(self) -> Any:
+        raise GoneShardError(*self.error.args)
+
+    async def _answer(
+        self, shards: Shards, answer: Awaitable[_Answer], allowed_s: float | None
+    ) -> _Answer:
+        now = asyncio.get_running_loop().time
+        call = _Call(now(), allowed_s or 0.0)
+        if allowed_s is not None:
+            self._calls.append(call)
         try:
-            async with scope:
-                self._calls.append(own)
-                if self._timer is None:
-                    self._looked = own.since
-                    self._timer = loop.call_later(LOOK_S, self._look)
-                return await call
-        except GoneShardError as error:
-            self._end(own)
-            self._notice_loss(shards, error)
-            raise
-        except SilentShardError as error:
-            self._end(own)
-            self._declare_lost(str(error))
-            raise
-        except TimeoutError:
-            if shards is not self._shards:
-                raise GoneShardError(*self.error.args) from None
-            raise
+            return await answer
+        except GenerationError as error:
+            if isinstance(error, SilentShardError):
+                self._declare_lost(str(error))
+            elif isinstance(error, GoneShardError) and self._connect and self._shards is shards:
+                self._lose(error)
+            if self._shards is shards:
+                raise
+            raise GoneShardError(*self.error.args) from error
         finally:
-            self._end(own)
-
-    def _end(self, call: _Call) -> None:
-        """The time of the next call begins. May be repeated."""
-        if call not in self._calls:
-            return
-        is_oldest = self._calls[0] is call
-        self._calls.remove(call)
-        if is_oldest and self._calls:
-            self._calls[0].since = asyncio.get_running_loop().time()
+            if allowed_s is not None:
+                is_oldest = self._calls[0] is call
+                self._calls.remove(call)
+                if is_oldest and self._calls:
+                    self._calls[0].since = now()
 
     # ---- The watch ----
 
-    def _look(self) -> None:
-        """Declares the shards lost if the oldest call has passed its deadline, and asks for their
-        health if it takes long; runs again while there are calls."""
-        self._timer = None
-        if not self._calls:
-            return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if (late_s := now - self._looked - LOOK_S) > STILL_S:
-            for call in self._calls:
-                # A call that began after the last check may have begun before or after the pause.
-                is_older = call.since <= self._looked
-                call.since = call.since + late_s if is_older else max(call.since, now - LOOK_S)
-            self._next_question = now + PATIENCE_S
-        self._looked = now
-        oldest = self._calls[0]
-        lasted_s = now - oldest.since
-        if lasted_s > oldest.allowed_s:
-            self._declare_lost(
-                f"The shards have not finished a step within {oldest.allowed_s:.3g} s"
-            )
-            return
-        may_ask = self._question is None and now >= self._next_question
-        if lasted_s > PATIENCE_S and may_ask:
-            self._question = loop.create_task(self._ask(self._present(), oldest))
-        self._timer = loop.call_later(LOOK_S, self._look)
-
-    async def _ask(self, shards: Shards, call: _Call) -> None:
-        self.detail = await silence_of(shards, self._num_questions)
-        self._question = None
-        loop = asyncio.get_running_loop()
-        self._next_question = loop.time() + PATIENCE_S
-        if self.detail and call in self._calls:
-            lasted_s = loop.time() - call.since
-            self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s")
+    async def _watch(self, shards: Shards) -> None:
+        """Declares these shards lost if the oldest call has passed its deadline, and asks for their
+        health if it takes long. While there are no calls it notices that a shard has ended."""
+        time = asyncio.get_running_loop().time
+        looked, next_question = time(), 0.0
+        asked: _Call | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._shards is not shards:
+                return
+            now = time()
+            if (late_s := now - looked - LOOK_S) > STILL_S:
+                for call in self._calls:
+                    # A call that began after the last check may have begun before the pause, too.
+                    is_older = call.since <= looked
+                    call.since = call.since + late_s if is_older else max(call.since, now - LOOK_S)
+                next_question = now + PATIENCE_S
+            looked = now
+            oldest = self._calls[0] if self._calls else None
+            if self._question is not None and self._question.done():
+                self.detail, self._question = self._question.result(), None
+                next_question = now + PATIENCE_S
+                if self.detail and oldest is not None and oldest is asked:
+                    lasted_s = now - oldest.since
+                    self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s")
+            elif oldest is None:
+                if self._connect is not None and shards.may_be_gone:
+                    with suppress(GenerationError):
+                        await self.health()
+                    looked = time()
+            elif now - oldest.since > oldest.allowed_s:
+                self._declare_lost(
+                    f"The shards have not finished a step within {oldest.allowed_s:.3g} s"
+                )
+            elif now - oldest.since > PATIENCE_S and not self._question and now >= next_question:
+                asked = oldest
+                self._question = self._begin(silence_of(shards, self._num_questions))
 
     # ---- Losses ----
 
@@ -276,48 +325,27 @@ class WatchedShards:
             self.report_loss(why)
             self._lose(GenerationError(why, self.detail))
 
-    def _notice_loss(self, shards: Shards, error: GenerationError) -> bool:
-        """They have ended. Returns whether they are replaced."""
-        if self._connect is not None and self._shards is shards:
-            self._lose(error)
-        return self._connect is not None
-
     def _lose(self, error: GenerationError) -> None:
-        """Once for each connection: all calls in flight end, and from now on none is connected."""
+        """Once for each connection, which is closed: all calls in flight fail."""
         self.error, self._shards = error, None
-        now = asyncio.get_running_loop().time()
-        for call in self._calls:
-            call.scope.reschedule(now)
         if self._question is not None:
             self._question.cancel()
             self._question = None
         if self._connect is None:
             self.verdict, self.detail = error.args
+            self._begin(self._connection.close())
             return
         logger.warning("The shards are lost; waiting for new ones: %s", error)
         self.num_losses += 1
         self._is_settled.clear()
-        if self._notice is not None and self._notice is not asyncio.current_task():
-            self._notice.cancel()
         self._begin(self._replace(self._connect))
         self.on_loss()
 
     def _serve_with(self, shards: Shards) -> None:
         self._connection = self._shards = shards
-        self.detail, self._next_question = "", 0.0
+        self.detail = ""
         self._is_settled.set()
-        if self._connect is not None:
-            self._notice = self._begin(self._notice_end(shards))
-
-    async def _notice_end(self, shards: Shards) -> None:
-        try:
-            await shards.gone()
-        except Exception:
-            # Failing calls will report the loss.
-            logger.exception("The connection can not be watched; this is a bug in the router")
-            return
-        error = GoneShardError("Could not connect to Text Generation server")
-        self._notice_loss(shards, error)
+        self._begin(self._watch(shards))
 
     async def _replace(self, connect: Connect) -> None:
         try:
@@ -335,7 +363,7 @@ class WatchedShards:
         logger.info("New shards have replaced the lost ones")
         self._serve_with(shards)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _begin(self, work: Coroutine[Any, Any, _Answer]) -> asyncio.Task[_Answer]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
 """The spans of steps, the parents of the shards' own spans."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from opentelemetry.trace import Span, SpanKind
@@ -9,7 +9,7 @@ from text_generation_process.tracing import SERVICE, end_span, traceparent
 
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import StepResult
-from text_generation_router.scheduler.watch import WatchedShards
+from text_generation_router.scheduler.watch import Send
 from text_generation_router.tracing.requests import SequenceTrace, TracedRequests
 
 # A step has a span if it is the first of a sequence's phase, or if the last span of a step began
@@ -19,20 +19,16 @@ EVERY_S = 1.0
 MOST_LINKS = 16
 
 
-class TracedShards(WatchedShards):
-    """WatchedShards with spans for some steps. The parent is the request of a sequence that is new
-    to its phase, or else the oldest one; the span has links to the others in the step."""
+class StepTrace:
+    """Makes spans for some steps. The parent is the request of a sequence that is new to its phase,
+    or else the oldest one; the span has links to the others in the step."""
 
-    def __init__(self, requests: TracedRequests, *arguments: Any) -> None:
-        """`arguments`: see WatchedShards."""
-        super().__init__(*arguments)
+    def __init__(self, requests: TracedRequests) -> None:
         self._requests = requests
         self._last_span = 0.0
 
-    async def step(
-        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None, trace_context: str = ""
-    ) -> StepResult:
-        """See `WatchedShards.step`. The trace context is the span's."""
+    def __call__(self, plan: Plan, send: Send) -> Coroutine[Any, Any, StepResult]:
+        """A step that is sent with the context of its span; see `watch.Trace`."""
         found = self._requests.sequences
         for entry in plan.admitted:
             if entry.id in found:
@@ -43,23 +39,29 @@ class TracedShards(WatchedShards):
         is_time = time.monotonic() - self._last_span > EVERY_S
         has_span = is_time or any(sequence.is_fresh for sequence in inside)
         span = self._span(method, began, inside) if has_span else None
-        try:
-            result = await super().step(plan, batch_id, cached_batch_id, traceparent(span))
-        except BaseException as error:
-            end_span(span, error)
-            raise
-        if span is None and (last := result.ended & rows.keys()):
-            # Only its result shows that a step is a sequence's last: the shards have no spans then.
-            span = self._span(method, began, [rows[i] for i in sorted(last)])
-        for i in rows.keys() & set(result.request_ids):
-            if not rows[i].prefilled:
-                rows[i].finish_prefill()
-        if span is not None:
-            span.set_attribute("batch_size", len(result.request_ids))
-            span.set_attribute("forward_ns", result.forward_ns)
-            span.set_attribute("decode_ns", result.decode_ns)
-        end_span(span)
-        return result
+        answer = send(traceparent(span))
+
+        async def traced() -> StepResult:
+            nonlocal span
+            try:
+                result = await answer
+            except BaseException as error:
+                end_span(span, error)
+                raise
+            if span is None and (last := result.ended & rows.keys()):
+                # Only its result shows that a step is a sequence's last: the shards have no spans.
+                span = self._span(method, began, [rows[i] for i in sorted(last)])
+            for i in rows.keys() & set(result.request_ids):
+                if not rows[i].prefilled:
+                    rows[i].finish_prefill()
+            if span is not None:
+                span.set_attribute("batch_size", len(result.request_ids))
+                span.set_attribute("forward_ns", result.forward_ns)
+                span.set_attribute("decode_ns", result.decode_ns)
+            end_span(span)
+            return result
+
+        return traced()
 
     def _span(self, method: str, began: int, inside: Sequence[SequenceTrace]) -> Span | None:
         """The span of a step; None: no sequence in it is traced."""

@@ -39,7 +39,7 @@ def features_of(directory: Path, info: dict[str, Any], **options: Any) -> dict[s
         ("cuda_graphs", {"device_type": "cuda", "records_steps": True}, {}, "on$"),
     ],
 )
-def test_each_feature_says_why_it_is_off(
+async def test_each_feature_says_why_it_is_off(
     tmp_path: Path, name: str, info: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     assert re.match(said, features_of(tmp_path, info, **options)[name])
@@ -56,7 +56,7 @@ def test_each_feature_says_why_it_is_off(
         ({"max_waiting_tokens": 3, "disable_prefill_chunking": True}, False),
     ],
 )
-def test_settings_without_effect(
+async def test_settings_without_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
 ) -> None:
     assemble_scripted(tmp_path, **options)
@@ -64,7 +64,7 @@ def test_settings_without_effect(
 
 
 @pytest.mark.parametrize(("num_snapshots", "said"), [(0, "off: there is no mem"), (5, "on: behi")])
-def test_a_model_with_states_drafts_nothing_and_says_so(
+async def test_a_model_with_states_drafts_nothing_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_snapshots: int, said: str
 ) -> None:
     plain = assemble_scripted(tmp_path, speculate=3)
@@ -79,7 +79,7 @@ def test_a_model_with_states_drafts_nothing_and_says_so(
     assert features(services)["prefix_caching"].startswith(said)
 
 
-def test_costs_of_steps_are_those_of_the_warmup(tmp_path: Path) -> None:
+async def test_costs_of_steps_are_those_of_the_warmup(tmp_path: Path) -> None:
     services = assemble_scripted(tmp_path)
     costs = assemble(
         services.config,
