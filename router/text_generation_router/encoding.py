@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 _NUMBER: Final = "I"  # 32 bits: any id, and any offset in a text
 
@@ -18,8 +18,8 @@ class Encoding:
     lengths: "array[int] | memoryview[int]"
 
     @classmethod
-    def of(cls, made: Any) -> "Encoding":
-        """From an `Encoding` of the tokenizers library."""
+    def of(cls, made: Any, most: int | None = None) -> "Encoding":
+        """From an `Encoding` of the tokenizers library: always all."""
         offsets = made.offsets
         return cls(
             array(_NUMBER, made.ids),
@@ -72,3 +72,6 @@ class TokenIds:
     def to_bytes(self) -> bytes:
         """For another process of this machine."""
         return array(_NUMBER, [self.count, *self.ids]).tobytes()
+
+
+Made = TypeVar("Made", Encoding, TokenIds)

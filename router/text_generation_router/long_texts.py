@@ -7,19 +7,18 @@ while Python's lists of its tokens are made and freed.
 import os
 import struct
 from pathlib import Path
-from typing import Any
 
 from text_generation_process.worker import Worker, WorkerError
 
-from text_generation_router.encoding import Encoding, TokenIds
+from text_generation_router.encoding import Encoding, Made, TokenIds
 from text_generation_router.errors import RouterError
 from text_generation_router.executor import Executor
 from text_generation_router.tokenizer_file import read_tokenizer
 
 # The longest text of a payload takes seconds, far less than this.
 _TIMEOUT_S = 120.0
-# Whether to add special tokens, and the number of last ids; the text in UTF-8 follows.
-_HEAD = struct.Struct("<?I")
+# Whether to give ids only, whether to add special tokens, the number of last ids. The text follows.
+_HEAD = struct.Struct("<??I")
 _ALL = 2**32 - 1
 
 
@@ -39,25 +38,22 @@ class LongTexts:
         # The size of bodies limits its memory.
         self._worker = Worker(__name__, str(path).encode(), memory_bytes=None)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        """The ids with their offsets. Raises LongTextError."""
-        answer = await self._queue.run(self._call, "encode", text, add_special_tokens, None)
-        return Encoding.from_bytes(answer)
-
-    async def token_ids(self, text: str, add_special_tokens: bool, most: int | None) -> TokenIds:
-        """The last `most` ids, or all. Raises LongTextError."""
-        answer = await self._queue.run(self._call, "token_ids", text, add_special_tokens, most)
-        return TokenIds.from_bytes(answer)
+    async def encode(
+        self, kind: type[Made], text: str, add_special_tokens: bool, most: int | None
+    ) -> Made:
+        """The ids with their offsets, or the last `most` ids. Raises LongTextError."""
+        most = _ALL if most is None else min(most, _ALL)
+        head = _HEAD.pack(kind is TokenIds, add_special_tokens, most)
+        return kind.from_bytes(await self._queue.run(self._call, head + text.encode()))
 
     def close(self) -> None:
         """Ends the process, even in the middle of a text."""
         self._worker.close()
         self._queue.close()
 
-    def _call(self, function: str, text: str, add_special_tokens: bool, most: int | None) -> bytes:
-        head = _HEAD.pack(add_special_tokens, _ALL if most is None else min(most, _ALL))
+    def _call(self, argument: bytes) -> bytes:
         try:
-            return self._worker.call(function, head + text.encode(), _TIMEOUT_S)
+            return self._worker.call("encode", argument, _TIMEOUT_S)
         except WorkerError as error:
             raise LongTextError from error
 
@@ -79,17 +75,9 @@ class _Tokenizer:
         self._tokenizer.no_padding()
 
     def encode(self, argument: bytes) -> bytes:
-        """An `Encoding`."""
-        made, _ = self._made(argument)
-        return Encoding.of(made).to_bytes()
-
-    def token_ids(self, argument: bytes) -> bytes:
-        """The `TokenIds`."""
-        made, most = self._made(argument)
-        return TokenIds.of(made, None if most == _ALL else most).to_bytes()
-
-    def _made(self, argument: bytes) -> tuple[Any, int]:
-        """What the library returns, and the number of last ids."""
-        adds_special_tokens, most = _HEAD.unpack_from(argument)
+        """An `Encoding`, or the `TokenIds`."""
+        is_ids, adds_special_tokens, most = _HEAD.unpack_from(argument)
         text = argument[_HEAD.size :].decode()
-        return self._tokenizer.encode(text, add_special_tokens=adds_special_tokens), most
+        made = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        kind = TokenIds if is_ids else Encoding
+        return kind.of(made, None if most == _ALL else most).to_bytes()

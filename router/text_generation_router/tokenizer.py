@@ -5,13 +5,13 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 
-from text_generation_router.encoding import Encoding, TokenIds
+from text_generation_router.encoding import Encoding, Made, TokenIds
 from text_generation_router.long_texts import LongTexts
 from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
 
@@ -23,7 +23,6 @@ _SHORT_TEXT = 256
 LONG_TEXT = 32 * 1024
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls")]
-Made = TypeVar("Made")
 
 
 class Tokenizer:
@@ -78,22 +77,17 @@ class Tokenizer:
         return cls(read_tokenizer(path), read_settings(directory), num_workers, path)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The ids of `text` with their offsets. Only short texts are encoded on the event loop; a
-        long text waits for other long texts.
+        """The ids of `text` with their offsets.
 
         Raises ValueError for text that is not Unicode (lone surrogates), LongTextError.
         """
-        if self._long_texts is not None and len(text) > LONG_TEXT:
-            return await self._long_texts.encode(_checked(text), add_special_tokens)
-        return await self._run(text, add_special_tokens, Encoding.of)
+        return await self._encode(Encoding, text, add_special_tokens, None)
 
     async def token_ids(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> TokenIds:
         """As `encode`, without offsets, and only the last `most` ids."""
-        if self._long_texts is not None and len(text) > LONG_TEXT:
-            return await self._long_texts.token_ids(_checked(text), add_special_tokens, most)
-        return await self._run(text, add_special_tokens, partial(TokenIds.of, most=most))
+        return await self._encode(TokenIds, text, add_special_tokens, most)
 
     def least_tokens(self, text: str) -> int:
         """How many tokens the text has at least, if its tokens spell all of it. (A normalizer may
@@ -107,13 +101,20 @@ class Tokenizer:
         if self._long_texts is not None:
             self._long_texts.close()
 
-    async def _run(self, text: str, add_special_tokens: bool, make: Callable[[Any], Made]) -> Made:
+    async def _encode(
+        self, kind: type[Made], text: str, add_special_tokens: bool, most: int | None
+    ) -> Made:
+        """Only short texts are encoded on the event loop; long texts wait for each other."""
+        text.encode()  # raises UnicodeEncodeError, where the library raises TypeError
+        if self._long_texts is not None and len(text) > LONG_TEXT:
+            return await self._long_texts.encode(kind, text, add_special_tokens, most)
+
         def work() -> Made:
             # encode_batch releases the interpreter lock, encode does not.
             [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            return make(made)
+            return kind.of(made, most)
 
-        if len(_checked(text)) <= _SHORT_TEXT:
+        if len(text) <= _SHORT_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
@@ -194,12 +195,6 @@ class StreamDecoder:
         """The bytes of an incomplete character as U+FFFD; the next step begins a new character."""
         self.is_inside_character = False
         return self._utf8.decode(b"", final=True)
-
-
-def _checked(text: str) -> str:
-    """The text. Raises UnicodeEncodeError, a ValueError, where the library raises TypeError."""
-    text.encode()
-    return text
 
 
 def _byte_alphabet() -> dict[str, int]:
