@@ -1,7 +1,6 @@
 """One request, from its permits to the end of its generations."""
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import (
@@ -20,9 +19,9 @@ from contextlib import (
     suppress,
 )
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from text_generation_router.callers import ANYBODY, Caller, Permits
+from text_generation_router.callers import Permits
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -31,7 +30,7 @@ from text_generation_router.errors import (
     RouterError,
 )
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Ending, GenerateResult, sequences_of
+from text_generation_router.request import Ending, GenerateResult, PromptResult, sequences_of
 from text_generation_router.request_options import NO_OPTIONS, Deadline, RequestOptions
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
@@ -42,9 +41,6 @@ from text_generation_router.validation import (
     check_stream,
 )
 
-if TYPE_CHECKING:
-    from text_generation_router.tracing.requests import RequestTrace
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -52,6 +48,8 @@ Asking = Callable[[], Awaitable[GenerateParameters]]
 # How long the head of a stream with a time limit is held back, so that a refusal can have a status.
 # Proxies close connections that are silent for longer.
 MOST_HELD_S = 15.0
+# Prompts of one request that are read and not continued; OpenAI's limit.
+MOST_PROMPTS = 2048
 # From admission to the first token.
 _PREFILL_S = 1.0
 
@@ -72,55 +70,26 @@ class Infer:
         self._metrics = metrics
         self._permits = Permits(max_concurrent_requests)
         self._time_limits = TimeLimits(batcher, max_queue_wait_s)
-        self._caller = ANYBODY
-        self._options = NO_OPTIONS
-        self._is_admitted = False
-        self._trace: RequestTrace | None = None
-
-    def on_behalf_of(
-        self, caller: Caller, request_options: RequestOptions, trace: "RequestTrace | None" = None
-    ) -> "Infer":
-        """The same for one request of a caller: with its cache salt and limits, and this trace."""
-        other = copy.copy(self)
-        other._caller, other._options, other._trace = caller, request_options, trace
-        return other
-
-    @contextmanager
-    def holding_permits(self, num: int) -> Iterator["Infer"]:
-        """Takes `num` permits at once; generations in the block need none, and log no success. A
-        refusal counts as one failure. Raises KeyLimitError, OverloadedError."""
-        other = copy.copy(self)
-        other._is_admitted = True
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self.admitted(num))
-            except RouterError as error:
-                self._note_failure(error)
-                raise
-            yield other
-
-    def num_at_once(self, wanted: int) -> int:
-        """How many of the `wanted` prompts of one request run at once: at least one, at most half
-        of the free permits, and no more than the caller has left."""
-        most = max(1, min(wanted, self.free_permits // 2))
-        allowance = self._caller.allowance
-        return most if allowance is None else min(most, allowance.num_free or most)
 
     @property
     def free_permits(self) -> int:
         """How many more generations could start now."""
         return self._permits.num_free
 
-    def check_could_fit(self, num: int) -> None:
+    def check_could_fit(self, num: int, options: RequestOptions) -> None:
         """Raises OverloadedError if `num` generations can never run at once, and ValidationError if
         the caller may never run as many."""
-        if self._caller.allowance is not None:
-            self._caller.allowance.check_could_fit(num)
+        if (allowance := options.caller.allowance) is not None:
+            allowance.check_could_fit(num)
         self._permits.check_could_fit(num)
 
     @asynccontextmanager
     async def start_many(
-        self, asked: GenerateParameters | Asking, num_sequences: int, is_stream: bool = False
+        self,
+        asked: GenerateParameters | Asking,
+        num_sequences: int,
+        options: RequestOptions = NO_OPTIONS,
+        is_stream: bool = False,
     ) -> AsyncIterator[list[Entry]]:
         """Takes permits (one per sequence, all or none), validates and submits: several generations
         of one prompt, which is computed once. Sequence i has the seed + i; only the first has
@@ -135,20 +104,18 @@ class Infer:
         try:
             if is_stream and isinstance(asked, GenerateParameters):
                 check_stream(asked)
-            with self.admitted(num_sequences):
+            with self.admitted(num_sequences, options):
                 if not isinstance(asked, GenerateParameters):
                     asked = await asked()
                 request = await self._validation.validate(asked)
-                salt, priority = self._caller.salt, self._options.priority
-                requests = sequences_of(request, num_sequences, salt, priority)
-                allowance = self._caller.allowance
-                charge = None if allowance is None else allowance.take
+                caller, deadline = options.caller, options.deadline
+                requests = sequences_of(request, num_sequences, caller.salt, options.priority)
+                charge = None if caller.allowance is None else caller.allowance.take
                 entries = self._batcher.submit_many(requests, arrival, charge)
-                if self._trace is not None:
-                    self._trace.follow(entries, arrival)
+                if options.trace is not None:
+                    options.trace.follow(entries, arrival)
                 if charge is not None:
                     charge(len(request.input_ids), time.perf_counter())
-                deadline = self._options.deadline
                 try:
                     with self._time_limits.over(entries, deadline):
                         await self._time_limits.begun(entries[0], deadline)
@@ -157,27 +124,65 @@ class Infer:
                     for entry in entries:
                         self._batcher.cancel(entry)
         except BaseException as error:
-            self._note_failure(error, entries)
+            self._note_failure(error, options, entries)
             raise
-        self._count(entries, "dropped")
+        self._count(entries, options, "dropped")
 
     async def generate_many(
         self,
         asked: GenerateParameters | Asking,
         num_sequences: int,
+        options: RequestOptions = NO_OPTIONS,
         check_prompt: Callable[[int], None] | None = None,
     ) -> list[GenerateResult]:
         """Whole generations of one prompt; one failure fails all. `check_prompt` is called with
         the number of prompt tokens, and may raise RouterError."""
-        async with self.start_many(asked, num_sequences) as entries:
+        async with self.start_many(asked, num_sequences, options) as entries:
             if check_prompt is not None:
                 check_prompt(entries[0].prompt_tokens)
             results = await gather_or_cancel(entry.collect() for entry in entries)
         # All have the same prompt, and so the same log-probabilities of it.
         return [replace(result, prefill=results[0].prefill) for result in results]
 
+    async def read_prompts(
+        self, asked: Sequence[GenerateParameters | Asking], options: RequestOptions = NO_OPTIONS
+    ) -> list[PromptResult]:
+        """The results of prompts that are read and not continued, in order; the first failure
+        cancels the rest.
+
+        Until the last is done it holds as many permits as prompts run at once: at most half of the
+        free ones, and no more than the caller has left. Raises RouterError.
+        """
+        began = time.perf_counter()
+        results: dict[int, PromptResult] = {}
+        waiting = iter(enumerate(asked))
+        num_at_once = max(1, min(len(asked), self.free_permits // 2))
+        if (allowance := options.caller.allowance) is not None:
+            num_at_once = min(num_at_once, allowance.num_free or num_at_once)
+        inside = replace(options, is_admitted=True)
+
+        async def read() -> None:
+            for place, one in waiting:
+                [made] = await self.generate_many(one, 1, inside)
+                results[place] = PromptResult(made.prompt_tokens, made.prefill, made.ending)
+
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.admitted(num_at_once, options))
+            except RouterError as error:
+                self._note_failure(error, options)
+                raise
+            await gather_or_cancel(read() for _ in range(num_at_once))
+        logger.info(
+            "Success prompts=%d prompt_tokens=%d total_time=%.6fs",
+            len(asked),
+            sum(result.prompt_tokens for result in results.values()),
+            time.perf_counter() - began,
+        )
+        return [results[place] for place in range(len(asked))]
+
     async def generate_best_of(
-        self, asked: GenerateParameters
+        self, asked: GenerateParameters, options: RequestOptions = NO_OPTIONS
     ) -> tuple[GenerateResult, list[GenerateResult]]:
         """Runs `best_of` generations (default 1) with different seeds: the best, and the rest.
 
@@ -188,31 +193,33 @@ class Infer:
             try:
                 check_best_of(best_of, self._validation.limits)
             except RouterError as error:
-                self._note_failure(error)
+                self._note_failure(error, options)
                 raise
-        results = await self.generate_many(asked, best_of)
+        results = await self.generate_many(asked, best_of, options)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
         return results.pop(winner), results
 
     @contextmanager
-    def admitted(self, num: int) -> Iterator[None]:
+    def admitted(self, num: int, options: RequestOptions = NO_OPTIONS) -> Iterator[None]:
         """Takes permits of the caller and the server. Raises KeyLimitError, OverloadedError."""
-        if self._is_admitted:
+        if options.is_admitted:
             yield
             return
         with ExitStack() as stack:
-            if (allowance := self._caller.allowance) is not None:
+            if (allowance := options.caller.allowance) is not None:
                 allowance.enter(num, time.perf_counter())
                 stack.callback(allowance.leave, num)
             stack.enter_context(self._permits.taken(num))
             yield
 
-    def _note_failure(self, error: BaseException, entries: Sequence[Entry] = ()) -> None:
+    def _note_failure(
+        self, error: BaseException, options: RequestOptions, entries: Sequence[Entry] = ()
+    ) -> None:
         """Counts and logs the failure of a request; without entries it never started."""
-        deadline = self._options.deadline
+        deadline = options.deadline
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             if deadline is None or not deadline.is_over:
-                self._count(entries, "dropped")
+                self._count(entries, options, "dropped")
                 return
             error = deadline.error()
         if isinstance(error, KeyLimitError):
@@ -221,19 +228,25 @@ class Infer:
         kind = error if isinstance(error, RouterError) else RouterError
         if isinstance(error, RouterError) and all(error is not entry.error for entry in entries):
             _log_failure(error)
-        self._count(entries, kind.metric_label, kind.error_type)
+        self._count(entries, options, kind.metric_label, kind.error_type)
 
-    def _count(self, entries: Sequence[Entry], otherwise: str, error_type: str = "") -> None:
+    def _count(
+        self,
+        entries: Sequence[Entry],
+        options: RequestOptions,
+        otherwise: str,
+        error_type: str = "",
+    ) -> None:
         """Counts how each entry ended. `otherwise` labels entries without an ending, or
         the request if there are none. Its span gets `error_type`, or else the same label."""
-        trace = self._trace
+        trace = options.trace
         if trace is not None and not entries:
             trace.fail(error_type or otherwise)
         for entry in entries:
             if trace is not None:
                 trace.end(entry, error_type or otherwise)
             if entry.ending is not None:
-                self._count_success(entry.ending)
+                self._count_success(entry.ending, is_logged=not options.is_admitted)
             elif entry.error is not None:
                 _log_failure(entry.error)
                 self._metrics.request_failure.inc(err=entry.error.metric_label)
@@ -242,7 +255,7 @@ class Infer:
         if not entries:
             self._metrics.request_failure.inc(err=otherwise)
 
-    def _count_success(self, ending: Ending) -> None:
+    def _count_success(self, ending: Ending, is_logged: bool) -> None:
         metrics = self._metrics
         metrics.request_success.inc()
         metrics.request_duration.observe(ending.total_s)
@@ -251,7 +264,7 @@ class Infer:
         metrics.request_inference_duration.observe(ending.inference_s)
         metrics.request_mean_time_per_token_duration.observe(ending.time_per_token_s)
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
-        if self._is_admitted:
+        if not is_logged:
             return
         logger.info(
             "Success total_time=%.6fs validation_time=%.6fs queue_time=%.6fs "

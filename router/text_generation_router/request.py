@@ -200,3 +200,13 @@ class GenerateResult:
         total = sum(math.nan if t.logprob is None else t.logprob for t in self.tokens)
         mean = total / len(self.tokens)
         return -math.inf if math.isnan(mean) else mean
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """The result of a prompt that is not continued. It holds no ids: each of many documents may
+    have a long query in front."""
+
+    prompt_tokens: int
+    prefill: PrefillOutput
+    ending: Ending

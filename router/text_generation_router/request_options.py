@@ -1,14 +1,20 @@
-"""The options of a request, its deadline and priority, and their headers."""
+"""What a request carries beside its parameters: its caller, its trace, and its headers' options."""
 
 import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.errors import DeadlineError, ValidationError
+from text_generation_router.request_id import TRACE
+
+if TYPE_CHECKING:
+    from text_generation_router.tracing.requests import RequestTrace
 
 # Event loops round the time of a timer to a thousandth.
 _ROUNDED_S = 0.001
@@ -52,18 +58,22 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What the headers of a request ask for."""
+    """Who sends a request, what its headers ask for, and its trace."""
 
+    caller: Caller = ANYBODY
     deadline: Deadline | None = None
     # Higher ones come first; None: not given.
     priority: int | None = None
+    trace: "RequestTrace | None" = None
+    # Its permits are taken already: its generations need none, and log no success.
+    is_admitted: bool = False
 
 
 NO_OPTIONS = RequestOptions()
 
 
-# The key of a request's arrival in its scope, in the time of the event loop.
-ARRIVAL = "text_generation_router.arrival"
+# Keys of a scope: when the request arrived, in the time of the event loop, and its Caller.
+ARRIVAL, CALLER = "text_generation_router.arrival", "text_generation_router.caller"
 _OPTIONS = "text_generation_router.request_options"
 _TIMEOUT, _PRIORITY = b"x-request-timeout", b"x-priority"
 MOST_PRIORITY = 100
@@ -74,14 +84,17 @@ def read_options(scope: Scope) -> RequestOptions:
     """The options of a request, noted for `options_of`. Raises ValidationError."""
     found = [pair for pair in scope["headers"] if pair[0] == _TIMEOUT or pair[0] == _PRIORITY]
     most_s = scope["app"].state.config.request_timeout
-    if not found and most_s is None:
+    caller, trace = scope.get(CALLER, ANYBODY), scope.get(TRACE)
+    if caller is ANYBODY and trace is None and not found and most_s is None:
         return NO_OPTIONS
     times = [value for name, value in found if name == _TIMEOUT]
     ranks = [value for name, value in found if name == _PRIORITY]
     is_timed = times or most_s is not None
-    deadline = _deadline(scope, times, most_s) if is_timed else None
     scope[_OPTIONS] = request_options = RequestOptions(
-        deadline, _priority(ranks) if ranks else None
+        caller=caller,
+        deadline=_deadline(scope, times, most_s) if is_timed else None,
+        priority=_priority(ranks) if ranks else None,
+        trace=trace,
     )
     return request_options
 

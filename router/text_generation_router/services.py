@@ -6,14 +6,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARMUP_ROWS
 
-from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
@@ -47,7 +46,7 @@ from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.requests import RequestTrace, TracedRequests
+    from text_generation_router.tracing.requests import TracedRequests
 
 _POLL_S = 0.02
 # The watch over the shards' steps comes first.
@@ -90,20 +89,13 @@ class Services:
     state: ServerState
     # Without a finished step for this long, work is stalled.
     stall_s: float
+    # Of the request that they serve.
+    options: RequestOptions = NO_OPTIONS
 
     @property
     def compute_type(self) -> str:
         """`<number of shards>-<device>`, a header of every answer."""
         return f"{self.info.world_size}-{self.info.device_type}"
-
-    def on_behalf_of(
-        self, caller: Caller, request_options: RequestOptions, trace: "RequestTrace | None" = None
-    ) -> "Services":
-        """The same services for one request of this caller, with its trace."""
-        if caller is ANYBODY and request_options is NO_OPTIONS and trace is None:
-            return self
-        infer = self.infer.on_behalf_of(caller, request_options, trace)
-        return replace(self, infer=infer, chat=self.chat.over(infer))
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ import pytest
 from fastapi import FastAPI
 from text_generation_router.app import create_app
 from text_generation_router.edge.body_cost import ALWAYS_ALLOWED, MOST_TIMES
+from text_generation_router.edge.front import in_pieces
 
 from router.tests.chats import TEMPLATE
 from router.tests.serving import assemble_scripted
@@ -187,7 +188,7 @@ async def post(app: FastAPI, path: str, body: bytes, seen: Seen) -> None:
         elif len(seen.answer) < 1000:
             seen.answer += message["body"][:1000]
 
-    await app(scope, receive, send)
+    await app(scope, receive, in_pieces(send, send))
 
 
 def resident(name: str) -> int:

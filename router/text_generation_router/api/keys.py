@@ -10,15 +10,13 @@ from fastapi.openapi.models import SecurityBase as SecurityModel
 from fastapi.security.base import SecurityBase
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.keys import Keys
+from text_generation_router.request_options import CALLER
 
 _NO_KEY = (
     "The API key is missing or wrong; send one that the server was started with as "
     "`Authorization: Bearer KEY` or `x-api-key: KEY`"
 )
-# Where in a scope the Caller is, once its key was checked.
-_CALLER = "text_generation_router.caller"
 # The documentation and what its page loads.
 _DOCS = ("/docs", "/api-doc/", "/static-offline-docs")
 
@@ -66,11 +64,11 @@ def docs_behind_key(app: ASGIApp, refuse: Callable[[Request, Exception], Respons
 
 
 def check_key(scope: Scope) -> None:
-    """Finds the caller of the request, for `caller_of`. Raises HTTPException 401.
+    """Finds the caller of the request, for its options. Raises HTTPException 401.
 
     A second check of the same request does nothing.
     """
-    if _CALLER in scope:
+    if CALLER in scope:
         return
     state = scope["app"].state
     keys = state.keys
@@ -79,14 +77,7 @@ def check_key(scope: Scope) -> None:
     if caller is None:
         state.services.metrics.request_unauthorized.inc()
         raise HTTPException(401, _NO_KEY, {"www-authenticate": "Bearer"})
-    scope[_CALLER] = caller
-
-
-def caller_of(scope: Scope) -> Caller:
-    """The caller of the request; ANYBODY on routes that need no key."""
-    caller = scope.get(_CALLER, ANYBODY)
-    assert isinstance(caller, Caller)
-    return caller
+    scope[CALLER] = caller
 
 
 def _sent_key(scope: Scope) -> bytes | None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope
 
 from text_generation_router.api.body import BodyError, Parser, media_type, parsed, read_body
 from text_generation_router.api.errors import Responses
-from text_generation_router.api.keys import NEEDS_KEY, caller_of, check_key
+from text_generation_router.api.keys import NEEDS_KEY, check_key
 from text_generation_router.api.sse import (
     COMMENT,
     EventStream,
@@ -21,8 +22,7 @@ from text_generation_router.api.sse import (
     disconnected,
     last_event,
 )
-from text_generation_router.request_id import TRACE
-from text_generation_router.request_options import options_of, read_options
+from text_generation_router.request_options import NO_OPTIONS, options_of, read_options
 from text_generation_router.services import Services
 
 
@@ -91,11 +91,11 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 async def services_of(request: Request) -> Services:
-    """The services of the app, on behalf of the caller of this request."""
+    """The services of the app, with the options of this request."""
     services = request.app.state.services
     assert isinstance(services, Services)
-    scope = request.scope
-    return services.on_behalf_of(caller_of(scope), options_of(scope), scope.get(TRACE))
+    request_options = options_of(request.scope)
+    return services if request_options is NO_OPTIONS else replace(services, options=request_options)
 
 
 ServicesDependency = Annotated[Services, Depends(services_of)]

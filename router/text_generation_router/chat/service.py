@@ -37,6 +37,7 @@ from text_generation_router.errors import (
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Infer
 from text_generation_router.request import Grammar, PrefillOutput, TokenOutput
+from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters
 
@@ -163,10 +164,6 @@ class ChatService:
     special_ids: Mapping[str, int]
     """The format's markers that are special tokens, with their ids."""
 
-    def over(self, infer: Infer) -> "ChatService":
-        """A copy that generates with another Infer."""
-        return replace(self, infer=infer)
-
     async def render(self, conversation: Conversation) -> str:
         """The prompt, rendered off the event loop. Raises TemplateError and OverloadedError.
 
@@ -181,7 +178,9 @@ class ChatService:
             raise
 
     @asynccontextmanager
-    async def start(self, conversation: Conversation) -> AsyncIterator[list[ChatGeneration]]:
+    async def start(
+        self, conversation: Conversation, options: RequestOptions = NO_OPTIONS
+    ) -> AsyncIterator[list[ChatGeneration]]:
         """Starts `num_sequences` answers. Leaving the block cancels those that have not ended.
 
         Raises RouterError: TemplateError, ToolError, and those of `Infer.start_many`.
@@ -195,8 +194,9 @@ class ChatService:
             prompt, grammar = made.inputs, made.grammar
             return made
 
+        num_sequences = conversation.num_sequences
         try:
-            async with self.infer.start_many(parameters, conversation.num_sequences) as entries:
+            async with self.infer.start_many(parameters, num_sequences, options) as entries:
                 yield [
                     ChatGeneration(entry, self._parser(conversation, prompt)) for entry in entries
                 ]

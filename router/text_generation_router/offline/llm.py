@@ -27,7 +27,6 @@ from text_generation_router.offline.session import (
 )
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
 from text_generation_router.pooling import vector_of
-from text_generation_router.prompts import read_prompts
 from text_generation_router.services import Services, StartError
 from text_generation_router.validation import GenerateParameters
 
@@ -145,7 +144,7 @@ class LLM:
             raise ValueError(f"`dimensions` must be 1 to {size}. Given: {dimensions}")
         asked = GenerateParameters(inputs="", max_new_tokens=1, pooling=services.pooling)
         requests = [_with_prompt(asked, prompt) for prompt in _prompt_list(prompts)]
-        results = self._wait_for(partial(read_prompts, services.infer, requests))
+        results = self._wait_for(partial(services.infer.read_prompts, requests))
         found = [result.prefill.pooled for result in results]
         return [list(vector_of(pooled, dimensions, normalize)) for pooled in found]
 

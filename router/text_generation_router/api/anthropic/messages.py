@@ -128,7 +128,7 @@ class MessageRun:
     """Answers one request, whole or as events."""
 
     def __init__(self, body: MessagesRequest, services: Services) -> None:
-        self._chat = services.chat
+        self._services = services
         self._conversation = conversation_of(body)
         self._is_stream = bool(body.stream)
         self._message: Json = {
@@ -162,7 +162,9 @@ class MessageRun:
         usage in message_delta is final.
         """
         writer = ContentWriter()
-        async with self._chat.start(self._conversation) as (generation,):
+        services = self._services
+        started = services.chat.start(self._conversation, services.options)
+        async with started as (generation,):
             if not self._is_stream:
                 generation.entry.is_shown = False
             first = asyncio.ensure_future(anext(generation))
@@ -247,7 +249,7 @@ async def messages(body: MessagesRequest, services: ServicesDependency) -> Respo
 async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -> Response:
     """The length of the prompt, counted as /v1/messages counts it."""
     check_model(body.model, services)
-    with services.infer.admitted(1):
+    with services.infer.admitted(1, services.options):
         prompt = await services.chat.render(conversation_of(body))
         tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
     return json_response({"input_tokens": tokens.count})

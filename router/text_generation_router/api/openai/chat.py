@@ -196,7 +196,7 @@ async def chat_completions(body: ChatRequest, services: ServicesDependency) -> R
 async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
     """The whole answer. Raises RouterError."""
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
-    async with services.chat.start(conversation) as generations:
+    async with services.chat.start(conversation, services.options) as generations:
         entries.add(generations[0].entry.prompt_tokens)
         for generation in generations:
             generation.entry.is_shown = False
@@ -238,7 +238,7 @@ async def _stream(
     """The chunks, those ready together in one piece; all choices run at the same time."""
     head = _head("chat.completion.chunk", body, services)
     chunk_writer = stream.ChunkWriter(head, body)
-    async with services.chat.start(conversation) as generations:
+    async with services.chat.start(conversation, services.options) as generations:
         writers = [
             ChoiceWriter(index, body, generation, services.tokenizer)
             for index, generation in enumerate(generations)
@@ -287,7 +287,7 @@ class ChatTokenizeResponse(BaseModel):
 async def get_chat_tokenize(body: ChatRequest, services: ServicesDependency) -> Response:
     """The text that /v1/chat/completions would send to the model. Nothing is added to it."""
     services.metrics.request_count.inc()
-    with services.infer.admitted(1):
+    with services.infer.admitted(1, services.options):
         text = await services.chat.render(body.to_conversation())
         special = bool(body.add_special_tokens)
         encoding = await services.tokenizer.encode(text, add_special_tokens=special)

@@ -81,7 +81,9 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
     work = (
-        services.infer.generate_many(prompt.asked, body.num_candidates, entries.add)
+        services.infer.generate_many(
+            prompt.asked, body.num_candidates, services.options, entries.add
+        )
         for prompt in prompts
     )
     results = await gather_or_cancel(work)
@@ -293,7 +295,7 @@ async def _stream(
         firsts: list[Entry] = []
         for prompt in prompts:
             started = await stack.enter_async_context(
-                services.infer.start_many(prompt.asked, body.num_sequences)
+                services.infer.start_many(prompt.asked, body.num_sequences, services.options)
             )
             firsts.append(started[0])
             for generation in started:

@@ -17,8 +17,9 @@ from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, optional
+from text_generation_router.infer import MOST_PROMPTS
 from text_generation_router.pooling import vector_of
-from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
+from text_generation_router.request import PromptResult
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -105,7 +106,7 @@ async def embeddings(body: EmbeddingRequest, services: ServicesDependency) -> Re
         )
     services.metrics.request_count.inc()
     asked = [_asked(given, body, services) for given in prompts_of(body.input)]
-    results = await read_prompts(services.infer, asked)
+    results = await services.infer.read_prompts(asked, services.options)
     return _answer(asked, results, body, services)
 
 

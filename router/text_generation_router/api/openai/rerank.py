@@ -16,7 +16,7 @@ from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused, optional
-from text_generation_router.prompts import MOST_PROMPTS, read_prompts
+from text_generation_router.infer import MOST_PROMPTS
 from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
@@ -154,7 +154,7 @@ async def _scored(
         raise NotARerankerError(reranker)
     services.metrics.request_count.inc()
     asked = [partial(_asked, reranker, body, *pair, services) for pair in pairs]
-    results = await read_prompts(services.infer, asked)
+    results = await services.infer.read_prompts(asked, services.options)
     if not all(result.prefill.scores for result in results):
         raise GenerationError("the shards have given no scores")
     num_tokens = sum(result.prompt_tokens for result in results)

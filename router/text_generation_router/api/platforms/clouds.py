@@ -62,7 +62,7 @@ async def vertex_compatibility(body: VertexRequest, services: ServicesDependency
     """Generates for all instances at once; one failure fails all. One prediction an instance, in
     order: its text, or /generate's answer with `details`."""
     services.metrics.request_count.inc(len(body.instances))
-    services.infer.check_could_fit(len(body.instances))
+    services.infer.check_could_fit(len(body.instances), services.options)
     work = [_prediction(instance, services) for instance in body.instances]
     predictions = await gather_or_cancel(work)
     return json_response({"predictions": predictions})
@@ -88,7 +88,7 @@ async def _prediction(instance: Instance, services: Services) -> Any:
     if isinstance(instance, ChatRequest):
         return await _chat_prediction(instance, services)
     asked = instance.to_parameters()
-    best, others = await services.infer.generate_best_of(asked)
+    best, others = await services.infer.generate_best_of(asked, services.options)
     answer = generate_answer(best, others, asked)
     return answer if "details" in answer else answer["generated_text"]
 
@@ -101,7 +101,8 @@ async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
             "a prediction is one text; leave `stream`, `n`, `logprobs`, `prompt_logprobs` and "
             "`return_token_ids` out, or use /v1/chat/completions"
         )
-    async with services.chat.start(instance.to_conversation()) as (generation,):
+    started = services.chat.start(instance.to_conversation(), services.options)
+    async with started as (generation,):
         message = await generation.collect()
     return "".join(output.delta for output in message.outputs)
 

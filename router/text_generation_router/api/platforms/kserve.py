@@ -297,14 +297,15 @@ async def _generate_all(
     """A text for each prompt. Raises RouterError."""
     if body.parameters.details or body.parameters.decoder_input_details:
         raise ValidationError("`details` has no place in this answer; use /generate for it")
-    services.infer.check_could_fit(len(prompts))
+    services.infer.check_could_fit(len(prompts), services.options)
     parameters: GenerateParametersBody = body.parameters
     if body.parameters.model_fields_set and body.parameters.model_fields_set <= PROTOCOLS:
         parameters = GenerateParametersBody(do_sample=True)
 
     async def generate(prompt: str) -> str:
         asked = GenerateRequest(inputs=prompt, parameters=parameters).to_parameters()
-        answer = generate_answer(*await services.infer.generate_best_of(asked), asked)
+        best, others = await services.infer.generate_best_of(asked, services.options)
+        answer = generate_answer(best, others, asked)
         return cast(str, answer["generated_text"])
 
     return await gather_or_cancel(map(generate, prompts))

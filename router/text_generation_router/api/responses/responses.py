@@ -74,7 +74,9 @@ class ResponseRun:
         """The events, those together that are ready together. Raises RouterError."""
         body = self._body
         writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
-        async with self._services.chat.start(self._conversation) as (generation,):
+        services = self._services
+        started = services.chat.start(self._conversation, services.options)
+        async with started as (generation,):
             if not body.stream:
                 generation.entry.is_shown = False
             yield self._created()

@@ -91,14 +91,14 @@ async def compat_generate(body: CompatGenerateRequest, services: ServicesDepende
 )
 async def tokenize(body: GenerateRequest, services: ServicesDependency) -> Response:
     """The tokens of the inputs with their byte offsets."""
-    with services.infer.admitted(1):
+    with services.infer.admitted(1, services.options):
         encoding = await services.tokenizer.encode(body.inputs, add_special_tokens=True)
     return token_answer(body.inputs, encoding, render_tokens(body.inputs, encoding), services)
 
 
 async def _generate(asked: GenerateParameters, services: Services, in_list: bool) -> Response:
     """The whole answer."""
-    best, others = await services.infer.generate_best_of(asked)
+    best, others = await services.infer.generate_best_of(asked, services.options)
     answer = generate_answer(best, others, asked)
     headers = timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services)
     return json_response([answer] if in_list else answer, headers)
@@ -134,7 +134,8 @@ def _passes(error: Exception) -> bool:
 async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
     """Events as they become ready, those ready together in one chunk. The first chunk is empty: it
     says that the request is admitted."""
-    async with services.infer.start_many(asked, 1, is_stream=True) as [generation]:
+    started = services.infer.start_many(asked, 1, services.options, is_stream=True)
+    async with started as [generation]:
         yield b""
         writer = TokenEvents(asked, generation.prompt_tokens)
         async for outputs in generation:
