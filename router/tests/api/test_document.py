@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 from text_generation_router.api.document import BODIES, PARAMETERS
-from text_generation_router.api.openai.vllm import StructuredOutputsBody, VllmChatBody
+from text_generation_router.api.openai.sampling import (
+    SamplingBody,
+    StructuredOutputsBody,
+    VllmChatBody,
+)
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 
 Json = dict[str, Any]
 # Routes whose fields their inventors describe: here only what is this server's own.
 OTHERS = ("/v1/messages", "/v1/responses", "/v2/", "/score", "/v1/score", "/rerank", "/v1/rerank")
-VLLMS = VllmChatBody.model_fields.keys() | {
+VLLMS = (VllmChatBody.model_fields.keys() - SamplingBody.model_fields.keys()) | {
     field.alias or name for name, field in StructuredOutputsBody.model_fields.items()
 }
 # Fields of answers whose meaning is plain from their names. A request's are all described.

@@ -11,8 +11,8 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from text_generation_router.api.answers import json_response, timing_headers
 from text_generation_router.api.errors import STATUSES, TGI_ERRORS
 from text_generation_router.api.models import check_model
+from text_generation_router.api.openai.sampling import TruncateTokens
 from text_generation_router.api.openai.stream import envelope
-from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused, optional

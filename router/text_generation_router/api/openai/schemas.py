@@ -1,25 +1,18 @@
 """The bodies of /v1/completions and /v1/chat/completions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from text_generation_router.api.fields import (
-    DETERMINISTIC,
     IGNORED,
-    REPETITION_PENALTY,
-    STREAM,
-    TEMPERATURE,
-    TOP_P,
-    TYPICAL_P,
     Hint,
     ServiceTier,
     priority_of,
 )
 from text_generation_router.api.grammars import ResponseFormatBody, grammar_of
-from text_generation_router.api.openai.vllm import VllmBody, VllmChatBody
+from text_generation_router.api.openai.sampling import VllmBody, VllmChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import (
     MessageBody,
@@ -32,24 +25,11 @@ from text_generation_router.chat.messages import (
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
-    Body,
     Bounded,
-    CacheSalt,
-    Fraction,
     Items,
-    LogitBias,
     Numbers,
-    NumSequences,
-    Penalty,
-    Positive,
     Refused,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TypicalP,
     Uint32,
-    drawing,
     optional,
     refuses,
 )
@@ -68,73 +48,7 @@ def prompts_of(given: Prompts) -> Sequence[str | list[int]]:
     return cast("Sequence[str | list[int]]", given)
 
 
-class StreamOptions(Body):
-    """How to stream."""
-
-    include_usage: bool | None = optional("Send `usage` in a last event of its own.")
-    continuous_usage_stats: bool | None = optional("Send the usage so far in each chunk.")
-
-
-class SamplingBody(Body):
-    """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
-
-    model: str | None = optional("The served model, or `tgi`.", examples=["tgi"])
-    frequency_penalty: Penalty | None = optional(
-        "Makes a token less likely the more often it was generated."
-    )
-    presence_penalty: Penalty | None = optional("Makes each token that was generated less likely.")
-    logit_bias: LogitBias | None = optional(
-        "Token id, and what is added to its logit: -100 to 100."
-    )
-    n: NumSequences | None = optional("How many answers to one prompt. Default: 1.")
-    seed: Seed | None = optional("Answer i is drawn with seed + i. Default: random.")
-    stop: Stop | None = optional("The text ends before any of these.", examples=[["\n"]])
-    stream: bool | None = optional(STREAM)
-    stream_options: StreamOptions | None = optional("Only for a stream.")
-    temperature: Temperature | None = optional(TEMPERATURE)
-    top_p: Fraction | None = optional(TOP_P)
-    repetition_penalty: Positive | None = optional(REPETITION_PENALTY)
-    top_k: TopK | None = optional(
-        "Draw only from this many of the likeliest tokens. 0 or -1: from all."
-    )
-    typical_p: TypicalP | None = optional(TYPICAL_P)
-    deterministic: bool | None = optional(DETERMINISTIC)
-    cache_salt: CacheSalt | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        """`n` or its default."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def tells_usage(self) -> bool:
-        """Whether each chunk of a stream has its usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    def sampling(self) -> GenerateParameters:
-        """The parameters that all of OpenAI's routes have, without a prompt."""
-        return GenerateParameters(
-            inputs="",
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items()),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=None if self.seed is None else self.seed % 2**64,
-            keeps_stop_sequence=False,
-            most_top_n_tokens=MOST_TOP_LOGPROBS,
-            deterministic=bool(self.deterministic),
-            cache_salt=self.cache_salt,
-            **drawing(self.temperature, self.top_p, self.top_k, self.typical_p),
-        )
-
-
-class CompletionRequest(VllmBody, SamplingBody):
+class CompletionRequest(VllmBody):
     """Body of /v1/completions."""
 
     prompt: Prompts = Field(
@@ -201,16 +115,14 @@ class CompletionRequest(VllmBody, SamplingBody):
 
     def parameters(self) -> GenerateParameters:
         """What is asked of the model, without a prompt."""
-        asked = replace(
-            self.sampling(),
+        return self.sampling(
+            grammar=grammar_of(self.response_format),
+            top_n_tokens=self.logprobs,
             # The one token that comes with the prompt's log-probabilities is thrown away.
             max_new_tokens=1 if self.max_tokens == 0 else self.max_tokens,
             add_special_tokens=self.add_special_tokens is not False,
             decoder_input_details=bool(self.echo) and self.logprobs is not None,
-            top_n_tokens=self.logprobs,
-            grammar=grammar_of(self.response_format),
         )
-        return self.extended(asked)
 
     @property
     def num_candidates(self) -> int:
@@ -224,7 +136,7 @@ _OWN_VARIABLES = frozenset(
 )
 
 
-class ChatRequest(VllmChatBody, SamplingBody):
+class ChatRequest(VllmChatBody):
     """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
     `chat_template_kwargs`."""
 
@@ -290,16 +202,15 @@ class ChatRequest(VllmChatBody, SamplingBody):
         variables = self.chat_template_kwargs or {}
         if self.documents is not None:
             variables = variables | {"documents": self.documents}
-        parameters = replace(
-            self.sampling(),
-            max_new_tokens=self.max_tokens if limit is None else limit,
-            top_n_tokens=self.top_logprobs,
+        parameters = self.sampling(
             grammar=grammar_of(self.response_format),
+            top_n_tokens=self.top_logprobs,
+            max_new_tokens=self.max_tokens if limit is None else limit,
             priority=priority_of(self.service_tier),
         )
         return Conversation(
             messages=to_messages(self.messages),
-            parameters=self.extended(parameters),
+            parameters=parameters,
             tools=tuple(tool.to_spec() for tool in self.tools or ()),
             tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,

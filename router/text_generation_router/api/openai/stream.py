@@ -10,11 +10,7 @@ import orjson
 
 from text_generation_router.api.errors import RequestError, describe
 from text_generation_router.api.logprobs import TokenTrail
-from text_generation_router.api.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    SamplingBody,
-)
+from text_generation_router.api.openai.sampling import SamplingBody, VllmBody
 from text_generation_router.api.sse import event
 from text_generation_router.config import VERSION
 from text_generation_router.request import (
@@ -91,7 +87,7 @@ class ChoiceWriter:
     def __init__(
         self,
         index: int,
-        body: ChatRequest | CompletionRequest,
+        body: VllmBody,
         made: Entry | GenerateResult,
         tokenizer: Tokenizer,
     ) -> None:

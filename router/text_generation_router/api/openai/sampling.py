@@ -1,26 +1,48 @@
-"""The fields that vLLM adds to OpenAI's bodies, which its clients and load generators send.
+"""How to generate, in OpenAI's bodies: their fields, and those that vLLM adds to them, which its
+clients and load generators send.
 
-Each is honoured as vLLM does, or refused in a sentence; the `warning` header names fields
-without effect. Those that are honoured come first. Described is only what is this server's own.
+Each of vLLM's is honoured as vLLM does, or refused in a sentence; the `warning` header names
+fields without effect. Those that are honoured come first. Described of them is only what is this
+server's own.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from text_generation_router.api.fields import IGNORED, Hint
+from text_generation_router.api.fields import (
+    DETERMINISTIC,
+    IGNORED,
+    REPETITION_PENALTY,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+    TYPICAL_P,
+    Hint,
+)
 from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, grammar_of, schema_grammar
 from text_generation_router.fields import (
+    MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Body,
+    CacheSalt,
     Fraction,
     Items,
+    LogitBias,
+    NumSequences,
+    Penalty,
+    Positive,
     Refused,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TypicalP,
     Uint32,
+    drawing,
     optional,
     refuses,
 )
@@ -118,8 +140,57 @@ class StructuredOutputsBody(Body):
         return next(filter(None, asked), any_object)
 
 
-class VllmBody(Body):
-    """vLLM's fields of both bodies."""
+class StreamOptions(Body):
+    """How to stream."""
+
+    include_usage: bool | None = optional("Send `usage` in a last event of its own.")
+    continuous_usage_stats: bool | None = optional("Send the usage so far in each chunk.")
+
+
+class SamplingBody(Body):
+    """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
+
+    model: str | None = optional("The served model, or `tgi`.", examples=["tgi"])
+    frequency_penalty: Penalty | None = optional(
+        "Makes a token less likely the more often it was generated."
+    )
+    presence_penalty: Penalty | None = optional("Makes each token that was generated less likely.")
+    logit_bias: LogitBias | None = optional(
+        "Token id, and what is added to its logit: -100 to 100."
+    )
+    n: NumSequences | None = optional("How many answers to one prompt. Default: 1.")
+    seed: Seed | None = optional("Answer i is drawn with seed + i. Default: random.")
+    stop: Stop | None = optional("The text ends before any of these.", examples=[["\n"]])
+    stream: bool | None = optional(STREAM)
+    stream_options: StreamOptions | None = optional("Only for a stream.")
+    temperature: Temperature | None = optional(TEMPERATURE)
+    top_p: Fraction | None = optional(TOP_P)
+    repetition_penalty: Positive | None = optional(REPETITION_PENALTY)
+    top_k: TopK | None = optional(
+        "Draw only from this many of the likeliest tokens. 0 or -1: from all."
+    )
+    typical_p: TypicalP | None = optional(TYPICAL_P)
+    deterministic: bool | None = optional(DETERMINISTIC)
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """`n` or its default."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk of a stream has its usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class VllmBody(SamplingBody):
+    """Those and vLLM's fields of both bodies."""
 
     min_p: Fraction | None = None
     min_tokens: Uint32 | None = None
@@ -207,17 +278,36 @@ class VllmBody(Body):
     @property
     def tells_stop_reason(self) -> bool:
         """Whether an answer says what ended it: only where there is something that could."""
-        return bool(self.stop_token_ids) or bool(getattr(self, "stop", None))
+        return bool(self.stop_token_ids) or bool(self.stop)
 
-    def extended(self, asked: GenerateParameters) -> GenerateParameters:
-        """The parameters, and what these fields ask for."""
-        best = asked.top_n_tokens, self.prompt_logprobs
+    def sampling(
+        self,
+        *,
+        grammar: Grammar | None,
+        top_n_tokens: int | None,
+        decoder_input_details: bool = False,
+        priority: int = 0,
+        **more: Any,
+    ) -> GenerateParameters:
+        """What is asked of the model, without a prompt. The arguments: what the fields of one route
+        say. All grammars that are given agree."""
+        best = top_n_tokens, self.prompt_logprobs
         least = self.min_tokens or 0
         guides = (_grammar_of(name, getattr(self, name)) for name in _GUIDED)
-        return replace(
-            asked,
+        drawn = drawing(self.temperature, self.top_p, self.top_k, self.typical_p)
+        return GenerateParameters(
+            inputs="",
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items()),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            seed=None if self.seed is None else self.seed % 2**64,
+            keeps_stop_sequence=False,
+            deterministic=bool(self.deterministic),
+            cache_salt=self.cache_salt,
             # Nothing is drawn where the best token is taken.
-            min_p=(self.min_p or None) if asked.do_sample else None,
+            min_p=(self.min_p or None) if drawn["do_sample"] else None,
             min_new_tokens=least,
             num_unstopped_tokens=least,
             ignore_eos_token=bool(self.ignore_eos),
@@ -225,11 +315,13 @@ class VllmBody(Body):
             includes_stop=bool(self.include_stop_str_in_output),
             shows_special_tokens=self.shows_special_tokens,
             truncate=self.truncate_prompt_tokens,
-            decoder_input_details=asked.decoder_input_details or self.prompt_logprobs is not None,
+            decoder_input_details=decoder_input_details or self.prompt_logprobs is not None,
             top_n_tokens=max((number for number in best if number is not None), default=None),
-            # All that are given agree.
-            grammar=next(filter(None, guides), asked.grammar),
-            priority=asked.priority if self.priority is None else -self.priority,
+            most_top_n_tokens=MOST_TOP_LOGPROBS,
+            grammar=next(filter(None, guides), grammar),
+            priority=priority if self.priority is None else -self.priority,
+            **drawn,
+            **more,
         )
 
 
