@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from text_generation_router.api import sse
 from text_generation_router.api.anthropic.errors import failed
-from text_generation_router.api.anthropic.input import conversation_of
+from text_generation_router.api.anthropic.messages import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request import Grammar

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.responses.fields import InputReader
 from text_generation_router.api.responses.input import conversation_of
+from text_generation_router.api.responses.output import InputReader
 from text_generation_router.api.responses.schemas import ResponsesRequest
 
 from router.tests.api.openai.test_chat import last_prompt

@@ -10,7 +10,13 @@ import orjson
 from fastapi import Response
 from pydantic import BaseModel, Field
 
-from text_generation_router.api.answers import json_response, timing_headers
+from text_generation_router.api.answers import (
+    TokenizedToken,
+    json_response,
+    render_tokens,
+    timing_headers,
+    token_answer,
+)
 from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import (
@@ -30,7 +36,6 @@ from text_generation_router.api.routes import (
     open_stream,
     post_router,
 )
-from text_generation_router.api.tokens import TokenizedToken, render_tokens, token_answer
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.parser import (
     ChatEvent,

@@ -8,13 +8,12 @@ import orjson
 from fastapi import Response
 from pydantic import BaseModel, Field, field_validator
 
-from text_generation_router.api.answers import float32_json, timing_headers
+from text_generation_router.api.answers import PieceResponse, float32_json, timing_headers
 from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai.sampling import TruncateTokens
 from text_generation_router.api.openai.schemas import Prompts, prompts_of
 from text_generation_router.api.routes import ServicesDependency, post_router
-from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, optional
 from text_generation_router.infer import MOST_PROMPTS

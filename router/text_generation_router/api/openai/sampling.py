@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.fields import (
+    ANY_OBJECT,
     DETERMINISTIC,
     IGNORED,
     REPETITION_PENALTY,
@@ -22,8 +23,10 @@ from text_generation_router.api.fields import (
     TOP_P,
     TYPICAL_P,
     Hint,
+    JsonSchema,
+    grammar_of,
+    schema_grammar,
 )
-from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, grammar_of, schema_grammar
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,

@@ -8,10 +8,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from text_generation_router.api.fields import (
     IGNORED,
     Hint,
+    ResponseFormatBody,
     ServiceTier,
+    grammar_of,
     priority_of,
 )
-from text_generation_router.api.grammars import ResponseFormatBody, grammar_of
 from text_generation_router.api.openai.sampling import VllmBody, VllmChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import (

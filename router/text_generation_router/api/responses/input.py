@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from text_generation_router.api.fields import priority_of
-from text_generation_router.api.grammars import ANY_OBJECT, schema_grammar
-from text_generation_router.api.responses.fields import read_encrypted
+from text_generation_router.api.fields import ANY_OBJECT, priority_of, schema_grammar
+from text_generation_router.api.responses.output import read_encrypted
 from text_generation_router.api.responses.schemas import (
     CallOutputItem,
     CustomToolCallItem,

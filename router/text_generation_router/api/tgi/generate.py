@@ -7,10 +7,13 @@ import orjson
 from fastapi import Response
 
 from text_generation_router.api.answers import (
+    TokenizedToken,
     float32,
     float32_json,
     json_response,
+    render_tokens,
     timing_headers,
+    token_answer,
 )
 from text_generation_router.api.errors import TGI_ERRORS
 from text_generation_router.api.routes import (
@@ -26,7 +29,6 @@ from text_generation_router.api.tgi.schemas import (
     GenerateResponse,
     StreamResponse,
 )
-from text_generation_router.api.tokens import TokenizedToken, render_tokens, token_answer
 from text_generation_router.errors import DeadlineError, RouterError
 from text_generation_router.request import GenerateResult, Output, Token, TokenOutput
 from text_generation_router.services import Services

@@ -8,8 +8,9 @@ from text_generation_router.api.fields import (
     STREAM,
     TOP_P,
     TYPICAL_P,
+    GrammarBody,
+    grammar_of,
 )
-from text_generation_router.api.grammars import GrammarBody, grammar_of
 from text_generation_router.fields import (
     Body,
     CacheSalt,
