@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
+from text_generation_router.validation import GenerateParameters
+
 # No real request has more messages, tools, stop strings or biases.
 MAX_ITEMS = 4096
 
@@ -161,3 +163,31 @@ def drawing(
         "top_k": None if top_k in (0, -1) else top_k,
         "typical_p": None if typical_p == 1 else typical_p,
     }
+
+
+def parameters_of(asked: Any, **more: Any) -> GenerateParameters:
+    """The parameters of what has OpenAI's and vLLM's names of them, without a prompt; None: left
+    out. `more`: those whose form is not the same everywhere."""
+    least = asked.min_tokens or 0
+    drawn = drawing(asked.temperature, asked.top_p, asked.top_k, asked.typical_p)
+    return GenerateParameters(
+        inputs="",
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias=tuple((int(key), bias) for key, bias in (asked.logit_bias or {}).items()),
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+        seed=None if asked.seed is None else asked.seed % 2**64,
+        keeps_stop_sequence=False,
+        deterministic=bool(asked.deterministic),
+        # Nothing is drawn where the best token is taken.
+        min_p=(asked.min_p or None) if drawn["do_sample"] else None,
+        min_new_tokens=least,
+        num_unstopped_tokens=least,
+        ignore_eos_token=bool(asked.ignore_eos),
+        stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids or ())),
+        includes_stop=bool(asked.include_stop_str_in_output),
+        most_top_n_tokens=MOST_TOP_LOGPROBS,
+        **drawn,
+        **more,
+    )

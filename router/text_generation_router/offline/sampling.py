@@ -8,7 +8,6 @@ import orjson
 from pydantic import AfterValidator, ValidationError, create_model
 
 from text_generation_router.fields import (
-    MOST_TOP_LOGPROBS,
     Body,
     Float32,
     Fraction,
@@ -20,8 +19,8 @@ from text_generation_router.fields import (
     TopK,
     TypicalP,
     Uint32,
-    drawing,
     none_empty,
+    parameters_of,
 )
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
@@ -77,32 +76,12 @@ class SamplingParams:
         """The router's parameters, without a prompt."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         try:
-            checked = dict(_Checked.model_validate(given))
+            checked = _Checked.model_validate(given)
         except ValidationError as error:
             raise ValueError(complaint(error)) from None
-        stop, seed = checked["stop"], checked["seed"]
-        drawn = drawing(
-            checked["temperature"], checked["top_p"], checked["top_k"], checked["typical_p"]
-        )
-        return GenerateParameters(
-            inputs="",
-            **drawn,
-            frequency_penalty=checked["frequency_penalty"],
-            presence_penalty=checked["presence_penalty"],
-            repetition_penalty=checked["repetition_penalty"],
-            logit_bias=tuple((checked["logit_bias"] or {}).items()),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            seed=None if seed is None else seed % 2**64,
-            keeps_stop_sequence=False,
-            most_top_n_tokens=MOST_TOP_LOGPROBS,
-            deterministic=self.deterministic,
+        return parameters_of(
+            checked,
             max_new_tokens=self.max_tokens,
-            min_new_tokens=self.min_tokens,
-            num_unstopped_tokens=self.min_tokens,
-            min_p=(checked["min_p"] or None) if drawn["do_sample"] else None,
-            ignore_eos_token=self.ignore_eos,
-            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
-            includes_stop=self.include_stop_str_in_output,
             top_n_tokens=self.logprobs,
             decoder_input_details=self.prompt_logprobs,
             grammar=self._grammar(),

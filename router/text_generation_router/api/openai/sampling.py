@@ -28,7 +28,6 @@ from text_generation_router.api.fields import (
     schema_grammar,
 )
 from text_generation_router.fields import (
-    MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Body,
     CacheSalt,
@@ -45,8 +44,8 @@ from text_generation_router.fields import (
     TopK,
     TypicalP,
     Uint32,
-    drawing,
     optional,
+    parameters_of,
     refuses,
 )
 from text_generation_router.request import Grammar
@@ -295,35 +294,16 @@ class VllmBody(SamplingBody):
         """What is asked of the model, without a prompt. The arguments: what the fields of one route
         say. All grammars that are given agree."""
         best = top_n_tokens, self.prompt_logprobs
-        least = self.min_tokens or 0
         guides = (_grammar_of(name, getattr(self, name)) for name in _GUIDED)
-        drawn = drawing(self.temperature, self.top_p, self.top_k, self.typical_p)
-        return GenerateParameters(
-            inputs="",
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items()),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=None if self.seed is None else self.seed % 2**64,
-            keeps_stop_sequence=False,
-            deterministic=bool(self.deterministic),
+        return parameters_of(
+            self,
             cache_salt=self.cache_salt,
-            # Nothing is drawn where the best token is taken.
-            min_p=(self.min_p or None) if drawn["do_sample"] else None,
-            min_new_tokens=least,
-            num_unstopped_tokens=least,
-            ignore_eos_token=bool(self.ignore_eos),
-            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
-            includes_stop=bool(self.include_stop_str_in_output),
             shows_special_tokens=self.shows_special_tokens,
             truncate=self.truncate_prompt_tokens,
             decoder_input_details=decoder_input_details or self.prompt_logprobs is not None,
             top_n_tokens=max((number for number in best if number is not None), default=None),
-            most_top_n_tokens=MOST_TOP_LOGPROBS,
             grammar=next(filter(None, guides), grammar),
             priority=priority if self.priority is None else -self.priority,
-            **drawn,
             **more,
         )
 
