@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
@@ -65,6 +65,29 @@ class Conversation:
     def usable_tools(self) -> tuple[ToolSpec, ...]:
         """The tools that the prompt describes; none if `tool_choice` is `none`."""
         return () if self.tool_choice == "none" else self.tools
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """One of a message's `tool_calls`, also as OpenAI's answers have them."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def with_names(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The same messages; a tool's result without a name gets the name of the called function."""
+    made = tuple(messages)
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in made
+        for call in message.get("tool_calls", ())
+    }
+    for message in made:
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))):
+            message.setdefault("name", name)
+    return made
 
 
 def plain_messages(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AliasChoices, Field, model_validator
 
+from text_generation_router.chat.conversation import tool_call, with_names
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.fields import Body, Items, Refused, optional
 
@@ -122,20 +123,12 @@ class MessageBody(Body):
         message |= {name: value for name, value in more.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": call.function.parsed_arguments,
-                    },
-                }
+                tool_call(call.id, call.function.name, call.function.parsed_arguments)
                 for call in self.tool_calls
             ]
         if self.function_call is not None:
             called = self.function_call
-            function = {"name": called.name, "arguments": called.parsed_arguments}
-            call = {"id": _OLD_CALL_ID, "type": "function", "function": function}
+            call = tool_call(_OLD_CALL_ID, called.name, called.parsed_arguments)
             message.setdefault("tool_calls", []).append(call)
         if self.role == "function":
             message.setdefault("tool_call_id", _OLD_CALL_ID)
@@ -239,13 +232,4 @@ def allowed_tools_of(choice: ToolChoice | None) -> tuple[str, ...] | None:
 
 def to_messages(bodies: Sequence[MessageBody]) -> tuple[dict[str, Any], ...]:
     """All messages; a tool's result without a name gets the name of the called function."""
-    messages = tuple(body.to_message() for body in bodies)
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-    }
-    for message in messages:
-        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))):
-            message.setdefault("name", name)
-    return messages
+    return with_names(body.to_message() for body in bodies)

@@ -38,7 +38,7 @@ from text_generation_router.api.routes import (
     post_router,
 )
 from text_generation_router.api.sse import named_events
-from text_generation_router.chat.conversation import Conversation, joined
+from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -104,29 +104,22 @@ def _choice(choice: ToolChoice | ForcedToolChoice | None) -> str:
 
 def _messages(body: CountTokensRequest) -> Iterator[Mapping[str, Any]]:
     """The messages; turns of the user's that follow each other are one, as templates want it."""
-    names = {
-        block.id: block.name
-        for message in body.messages
-        if not isinstance(message.content, str)
-        for block in message.content
-        if isinstance(block, ToolUseBlock)
-    }
     if body.system is not None:
         yield {"role": "system", "content": text_of(body.system)}
-    made = [message for param in body.messages for message in _split(param, names)]
+    made = with_names(message for param in body.messages for message in _split(param))
     if not made:  # nothing but redacted thoughts
-        made.append(_message(body.messages[-1].role, []))
+        made = (_message(body.messages[-1].role, []),)
     yield from joined(made, "user")
 
 
-def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Json]:
+def _split(param: MessageParam) -> Iterator[Json]:
     """A message of Anthropic's as messages of which each tool's result is one of its own."""
     if isinstance(param.content, str):
         yield {"role": param.role, "content": param.content}
         return
     for block in param.content:
         if isinstance(block, ToolResultBlock):
-            yield _result(block, names)
+            yield _result(block)
     apart = (ToolResultBlock, RedactedThinkingBlock)
     others = [block for block in param.content if not isinstance(block, apart)]
     if others or not param.content:
@@ -143,24 +136,15 @@ def _message(role: str, blocks: Sequence[ContentBlock]) -> Json:
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "".join(thoughts)
     if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
-        message["tool_calls"] = [
-            {
-                "id": use.id,
-                "type": "function",
-                "function": {"name": use.name, "arguments": use.input},
-            }
-            for use in uses
-        ]
+        message["tool_calls"] = [tool_call(use.id, use.name, use.input) for use in uses]
     return message
 
 
-def _result(block: ToolResultBlock, names: dict[str, str]) -> Json:
+def _result(block: ToolResultBlock) -> Json:
     """Templates have no place for `is_error`, so the text says it."""
     text = text_of(block.content)
     content = f"Error: {text}" if block.is_error else text
-    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-    name = names.get(block.tool_use_id)
-    return message if name is None else {**message, "name": name}
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 # Clients drop thinking without a signature from the history. In base64, as Anthropic's are.

@@ -36,7 +36,7 @@ from text_generation_router.api.routes import (
     open_stream,
     post_router,
 )
-from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.conversation import Conversation, tool_call
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -81,12 +81,7 @@ class ChoiceWriter(stream.ChoiceWriter):
             answer |= _reasoning(message.reasoning)
         if message.tool_calls:
             answer["tool_calls"] = [
-                {
-                    "id": new_call_id(),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in message.tool_calls
+                tool_call(new_call_id(), call.name, call.arguments) for call in message.tool_calls
             ]
         logprobs: Json | None = None
         if body.logprobs:
@@ -156,8 +151,7 @@ def _delta(event: ChatEvent) -> Json:
         case ReasoningDelta(text):
             return _reasoning(text)
         case ToolCallStart(index, name):
-            function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": new_call_id(), "type": "function", "function": function}
+            call = {"index": index, **tool_call(new_call_id(), name, "")}
         case ToolCallArguments(index, text):
             call = {"index": index, "function": {"arguments": text}}
     return {"tool_calls": [call]}

@@ -27,7 +27,7 @@ from text_generation_router.api.responses.tools import (
     served_tools,
     tools_left_out,
 )
-from text_generation_router.chat.conversation import Conversation, joined
+from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
 from text_generation_router.chat.messages import CalledFunction
 from text_generation_router.errors import ToolError
 from text_generation_router.fields import MOST_TOP_LOGPROBS, drawing
@@ -115,16 +115,11 @@ def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
         said += 1
     if instructions:
         yield {"role": "system", "content": "\n\n".join(instructions)}
-    yield from joined(tuple(_turns(items[said:])), "user")
+    yield from joined(with_names(_turns(items[said:])), "user")
 
 
 def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
     """The items, with what belongs to one message of the assistant's put together."""
-    names = {
-        item.call_id: flat_name(item.namespace, item.name)
-        for item in items
-        if isinstance(item, FunctionCallItem | CustomToolCallItem)
-    }
     turn: Message = {}
     for item in items:
         piece = _piece(item)
@@ -132,7 +127,7 @@ def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
             yield from _finished(turn)
             turn = {}
         if piece is None:
-            yield _message(item, names)
+            yield _message(item)
         elif "tool_calls" in piece:
             turn.setdefault("tool_calls", []).extend(piece["tool_calls"])
         else:
@@ -173,12 +168,10 @@ def _finished(turn: Message) -> Iterator[Message]:
         yield {"role": "assistant", "content": "", **turn}
 
 
-def _message(item: InputItem, names: Mapping[str, str]) -> Message:
-    """A message that is not the assistant's; `names` are those of the calls."""
+def _message(item: InputItem) -> Message:
+    """A message that is not the assistant's."""
     if isinstance(item, CallOutputItem):
-        message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-        name = names.get(item.call_id)
-        return message if name is None else {**message, "name": name}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     assert isinstance(item, MessageItem)
     role = "system" if item.role == "developer" else item.role
     return {"role": role, "content": _text(item.content)}
@@ -190,8 +183,7 @@ def _call(item: FunctionCallItem | CustomToolCallItem) -> Message:
         if isinstance(item, CustomToolCallItem)
         else CalledFunction(name=item.name, arguments=item.arguments).parsed_arguments
     )
-    function = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+    return tool_call(item.call_id, flat_name(item.namespace, item.name), arguments)
 
 
 def _text(content: str | list[Part]) -> str:
