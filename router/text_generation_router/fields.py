@@ -124,9 +124,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-def optional(description: str, **more: Any) -> Any:
-    """A field that may be left out, or null."""
-    return Field(default=None, description=description, **more)
+def optional(description: str, default: Any = None, **more: Any) -> Any:
+    """A field that may be left out; without another default it may be null."""
+    return Field(default=default, description=description, **more)
 
 
 def refuses(*harmless: Any, sentence: str = "not supported; leave it out") -> AfterValidator:

@@ -1,11 +1,12 @@
 """Log-probabilities of the tokens that spell a text, in OpenAI's two shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from text_generation_router.api.answers import float32
 from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
+from text_generation_router.chat.service import ChatStep
 from text_generation_router.request import PrefillOutput, Token
 from text_generation_router.tokenizer import Tokenizer
 
@@ -70,13 +71,19 @@ class TokenTrail:
         self._has_passed = True
 
 
-def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
-    """The tokens that spell the content of an event; none of any other event."""
-    if isinstance(event, ContentDelta):
-        return trail.take(event.text)
-    if isinstance(event, ReasoningDelta):
-        trail.pass_over(event.text)
-    return []
+def scored_events(
+    step: ChatStep, trail: TokenTrail, is_asked: object
+) -> Iterator[tuple[ChatEvent, Sequence[ScoredToken]]]:
+    """The events of a step, those with content with the tokens that spell it, if that is asked."""
+    for output in step.outputs if is_asked else ():
+        trail.add(output.token, output.top_tokens)
+    for event in step.events:
+        tokens: Sequence[ScoredToken] = ()
+        if is_asked and isinstance(event, ContentDelta):
+            tokens = trail.take(event.text)
+        elif is_asked and isinstance(event, ReasoningDelta):
+            trail.pass_over(event.text)
+        yield event, tokens
 
 
 def chat_logprobs(

@@ -170,8 +170,8 @@ class OutputMessage(BaseModel):
         "What the model thought. Left out where it did not think."
     )
     reasoning: str | None = optional("The same as `reasoning_content`.")
-    tool_calls: list[MessageToolCall] = Field(
-        default=[], description="The calls that the model asks for. Left out when empty."
+    tool_calls: list[MessageToolCall] = optional(
+        "The calls that the model asks for. Left out when empty.", default=[]
     )
 
 
@@ -221,7 +221,7 @@ class MessageDelta(BaseModel):
     content: str | None = optional("More of the text.")
     reasoning_content: str | None = optional("More of what the model thinks.")
     reasoning: str | None = optional("The same as `reasoning_content`.")
-    tool_calls: list[ToolCallDelta] = Field(default=[], description="The new parts of calls.")
+    tool_calls: list[ToolCallDelta] = optional("The new parts of calls.", default=[])
 
 
 class ChatChunkChoice(BaseModel):

@@ -23,7 +23,7 @@ from text_generation_router.api.logprobs import (
     ScoredToken,
     chat_logprobs,
     prompt_logprobs,
-    tokens_of,
+    scored_events,
 )
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
@@ -85,8 +85,8 @@ class ChoiceWriter(stream.ChoiceWriter):
             ]
         logprobs: Json | None = None
         if body.logprobs:
-            scored = [one for step in steps for _, tokens in self._events(step) for one in tokens]
-            logprobs = self._logprobs(scored)
+            told = (scored_events(step, self.trail, body.logprobs) for step in steps)
+            logprobs = self._logprobs([one for step in told for _, some in step for one in some])
         made = {"index": self.index, "message": answer, "logprobs": logprobs, **self._end()}
         if body.return_token_ids:
             made["token_ids"] = [output.token.id for output in message.outputs]
@@ -106,20 +106,12 @@ class ChoiceWriter(stream.ChoiceWriter):
             chunks.append(first | self.usage())
         for step in steps:
             self.count(step.outputs)
-            for event, scored in self._events(step):
+            for event, scored in scored_events(step, self.trail, body.logprobs):
                 if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
                     chunks.append(self.chunk(self._choice(_delta(event), scored)))
         if self._generation.entry.ending is not None:
             chunks.append(self.chunk(self._choice({}) | self._end()))
         return chunks
-
-    def _events(self, step: ChatStep) -> Iterator[tuple[ChatEvent, Sequence[ScoredToken]]]:
-        """The events of a step, those with content with the tokens that spell it, if requested."""
-        if self.body.logprobs:
-            for output in step.outputs:
-                self.trail.add(output.token, output.top_tokens)
-        for event in step.events:
-            yield event, tokens_of(event, self.trail) if self.body.logprobs else ()
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
         return chat_logprobs(scored, self.body.top_logprobs or 0, self.tokenizer, self.as_ids)

@@ -57,10 +57,9 @@ class CompletionRequest(VllmBody):
         examples=["My name is Olivier and I"],
     )
     echo: bool | None = optional("Put the prompt before the text.")
-    max_tokens: Uint32 | None = Field(
+    max_tokens: Uint32 | None = optional(
+        "The most tokens to generate. null: as many as fit. 0 with `echo`: only the prompt.",
         default=16,
-        description="The most tokens to generate. null: as many as fit. 0 with `echo`: only the "
-        "prompt.",
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = optional(
         "Return log-probabilities, and this many of the likeliest tokens at each step."

@@ -10,7 +10,7 @@ from fastapi import Response
 from text_generation_router.api.answers import json_response, make_id
 from text_generation_router.api.errors import STATUSES, describe
 from text_generation_router.api.fields import tier_of, warning
-from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, tokens_of
+from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, scored_events
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.input import conversation_of, left_out
 from text_generation_router.api.responses.output import Json, OutputWriter
@@ -23,7 +23,6 @@ from text_generation_router.api.routes import (
     post_router,
 )
 from text_generation_router.api.sse import named_events
-from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request import FinishReason
@@ -91,21 +90,14 @@ class ResponseRun:
         return [self._event("created"), self._event("in_progress")]
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
-        if self._body.wants_logprobs:
-            for output in step.outputs:
-                self._trail.add(output.token, output.top_tokens)
-        made: list[Json] = []
-        for event in step.events:
-            made += writer.feed(event, self._logprobs(event))
+        body, made = self._body, list[Json]()
+        for event, tokens in scored_events(step, self._trail, body.wants_logprobs):
+            logprobs: Sequence[Json] = ()
+            if tokens:
+                num_top, tokenizer = body.top_logprobs or 0, self._services.tokenizer
+                logprobs = chat_logprobs(tokens, num_top, tokenizer)["content"]
+            made += writer.feed(event, logprobs)
         return made
-
-    def _logprobs(self, event: ChatEvent) -> list[Json]:
-        """Those of the tokens of a piece of text, if requested."""
-        if not self._body.wants_logprobs or not (tokens := tokens_of(event, self._trail)):
-            return []
-        num_top, tokenizer = self._body.top_logprobs or 0, self._services.tokenizer
-        found: list[Json] = chat_logprobs(tokens, num_top, tokenizer)["content"]
-        return found
 
     def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
         entry = generation.entry

@@ -44,10 +44,9 @@ class GenerateParametersBody(Body):
     )
     top_p: Float32 | None = optional(TOP_P, examples=[0.95])
     typical_p: Float32 | None = optional(TYPICAL_P, examples=[0.95])
-    do_sample: bool = Field(
+    do_sample: bool = optional(
+        "Draw tokens at random, instead of the likeliest one. True if `parameters` is left out.",
         default=False,
-        description="Draw tokens at random, instead of the likeliest one. True if `parameters` "
-        "is left out.",
         examples=[True],
     )
     max_new_tokens: Uint32 | None = optional(
@@ -56,18 +55,18 @@ class GenerateParametersBody(Body):
     return_full_text: bool | None = optional(
         "Put the prompt before the generated text.", examples=[False]
     )
-    stop: Items[str] = Field(
-        default=[], description="Generation stops after any of these.", examples=[["photographer"]]
+    stop: Items[str] = optional(
+        "Generation stops after any of these.", default=[], examples=[["photographer"]]
     )
     truncate: Uint64 | None = optional("Keep only this many of the prompt's last tokens.")
-    watermark: bool = Field(
+    watermark: bool = optional(
+        "Mark the text, so that a detector can tell that a model wrote it.",
         default=False,
-        description="Mark the text, so that a detector can tell that a model wrote it.",
         examples=[True],
     )
-    details: bool = Field(default=False, description="Return the generated tokens, too.")
-    decoder_input_details: bool = Field(
-        default=False, description="Return the prompt's tokens, too. Not for a stream."
+    details: bool = optional("Return the generated tokens, too.", default=False)
+    decoder_input_details: bool = optional(
+        "Return the prompt's tokens, too. Not for a stream.", default=False
     )
     seed: Uint64 | None = optional("The same seed draws the same tokens. Default: random.")
     top_n_tokens: Uint32 | None = optional(
@@ -81,13 +80,11 @@ class GenerateParametersBody(Body):
     logit_bias: LogitBias | None = optional(
         "Token id, and what is added to its logit: -100 to 100."
     )
-    ignore_eos_token: bool = Field(
-        default=False, description="Go on after an end-of-sequence token."
-    )
+    ignore_eos_token: bool = optional("Go on after an end-of-sequence token.", default=False)
     min_new_tokens: Uint32 | None = optional(
         "The text does not end before it has this many tokens."
     )
-    deterministic: bool = Field(default=False, description=DETERMINISTIC)
+    deterministic: bool = optional(DETERMINISTIC, default=False)
     cache_salt: CacheSalt | None = None
 
 
@@ -119,7 +116,7 @@ class GenerateRequest(Body):
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /."""
 
-    stream: bool = Field(default=False, description=STREAM)
+    stream: bool = optional(STREAM, default=False)
 
 
 class PrefillTokenBody(BaseModel):
@@ -155,8 +152,8 @@ class SequenceBody(BaseModel):
         description="The prompt's tokens, if `decoder_input_details` was true."
     )
     tokens: list[TokenBody] = Field(description="The generated tokens.")
-    top_tokens: list[list[TokenBody]] = Field(
-        default=[], description="For each generated token the likeliest ones. Left out when empty."
+    top_tokens: list[list[TokenBody]] = optional(
+        "For each generated token the likeliest ones. Left out when empty.", default=[]
     )
 
 
@@ -169,8 +166,8 @@ class BestOfSequenceBody(SequenceBody):
 class DetailsBody(SequenceBody):
     """Details of the answer, and the generations that were not chosen."""
 
-    best_of_sequences: list[BestOfSequenceBody] = Field(
-        default=[], description="The other generations of `best_of`. Left out when empty."
+    best_of_sequences: list[BestOfSequenceBody] = optional(
+        "The other generations of `best_of`. Left out when empty.", default=[]
     )
 
 
@@ -199,8 +196,8 @@ class StreamResponse(BaseModel):
 
     index: int = Field(description="1 for the first token.")
     token: TokenBody = Field(description="The token that was generated.")
-    top_tokens: list[TokenBody] = Field(
-        default=[], description="The likeliest tokens of this step. Left out when empty."
+    top_tokens: list[TokenBody] = optional(
+        "The likeliest tokens of this step. Left out when empty.", default=[]
     )
     generated_text: str | None = Field(description="The whole text. Only in the last event.")
     details: StreamDetailsBody | None = Field(description="Only in the last event, if asked for.")
