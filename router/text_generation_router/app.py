@@ -25,6 +25,7 @@ from text_generation_router.api.keys import docs_behind_key
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
 from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
+from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.front import PROBES
@@ -112,6 +113,7 @@ def create_app(
     )
     if config.prometheus_port is not None:
         app.add_middleware(metrics_only, port=config.prometheus_port)
+    let_streams_finish()
     return app
 
 
