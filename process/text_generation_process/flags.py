@@ -52,6 +52,24 @@ _ONLY_AT_LOAD = (
     f"while it loads; other methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: "
     "choose one of the three and an unquantized checkpoint"
 )
+_CHAT_FORMATS = (
+    "auto",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral-args",
+    "deepseek",
+    "deepseek-json",
+    "granite",
+    "nemotron",
+    "glm",
+    "qwen-xml",
+    "lfm2",
+    "gemma",
+    "functiongemma",
+    "harmony",
+    "generic",
+)
 _STEP_DEADLINE = (
     "seconds that a step may take, and that one shard waits for another in it, before they are "
     f"declared lost; by default {defaults.LEAST_STEP_DEADLINE_S:g} (on a GPU "
@@ -274,11 +292,7 @@ class RouterFlags:
     chat_format: str = flag(
         "auto",
         "how the model writes tool calls; by default found from the chat template",
-        Choice(
-            *("auto", "hermes", "llama3", "mistral", "mistral-args", "deepseek"),
-            *("deepseek-json", "granite", "nemotron", "glm", "qwen-xml", "lfm2"),
-            *("gemma", "functiongemma", "generic"),
-        ),
+        Choice(*_CHAT_FORMATS),
     )
     pooling: str | None = flag(
         None,
