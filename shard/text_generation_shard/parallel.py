@@ -1,5 +1,6 @@
 """The ranks of one model, and the operations with which they exchange tensors."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -50,10 +51,15 @@ class World:
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, collectives: Collectives | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        collectives: Collectives | None = None,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
+        """meet: waits for all ranks without limit, while they load; called once."""
         assert 0 <= rank < size, "a rank is below the size"
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.meet = rank, size, meet
         self._collectives = collectives
 
     @property

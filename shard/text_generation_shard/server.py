@@ -9,6 +9,7 @@ import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -171,7 +172,8 @@ def _load_together(device: Device, config: ShardConfig, chosen: Chosen) -> Engin
             "shard %d of %d: all shards are connected by %s",
             *(config.rank, config.world_size, collectives.name),
         )
-        world = World(config.rank, config.world_size, collectives)
+        meet = partial(rendezvous.all_here, "all have read their weights")
+        world = World(config.rank, config.world_size, collectives, meet)
         engine = load_on(device, config, chosen, world)
         logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
         rendezvous.all_here("all have loaded")

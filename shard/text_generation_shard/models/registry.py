@@ -40,12 +40,10 @@ def read_config(config: ShardConfig) -> Chosen:
     if config.rope_scaling is not None:
         what = "--rope-scaling needs the native implementation"
         raise ModelError(f"{what}, and {reason}; leave it out")
-    if config.world_size > 1:
-        raise ModelError(f"several shards need the native implementation, and {reason}; use one")
     # Takes seconds to import.
     from text_generation_shard.models.hugging_face.config import read_config as read
 
-    return Chosen(read(config.model_path, config.trust_remote_code), reason)
+    return Chosen(read(config.model_path, config.trust_remote_code, config.world_size), reason)
 
 
 def load_model(
@@ -55,7 +53,7 @@ def load_model(
     try:
         if isinstance(chosen.config, LlamaConfig):
             return _load_native(directory, chosen.config, device, world, quantize)
-        return _load_transformers(directory, chosen, device, quantize)
+        return _load_transformers(directory, chosen, device, world, quantize)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             "the weights do not fit into the memory of the GPU; use a smaller --dtype or "
@@ -86,14 +84,14 @@ def _load_native(
 
 
 def _load_transformers(
-    directory: Path, chosen: Chosen, device: Device, quantize: str | None
+    directory: Path, chosen: Chosen, device: Device, world: World, quantize: str | None
 ) -> tuple[LanguageModel, int]:
     from text_generation_shard.models.hugging_face.check import check
     from text_generation_shard.models.hugging_face.config import TransformersConfig
     from text_generation_shard.models.hugging_face.model import TransformersModel
 
     assert isinstance(chosen.config, TransformersConfig)
-    model = TransformersModel(directory, chosen.config, device, quantize, chosen.reason)
+    model = TransformersModel(directory, chosen.config, device, quantize, chosen.reason, world)
     check(model, device)
     logger.info("%s", model.not_native)
     return model, model.nbytes

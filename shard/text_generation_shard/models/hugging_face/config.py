@@ -17,6 +17,7 @@ from text_generation_shard.checkpoint.config import (
 )
 from text_generation_shard.checkpoint.fields import Fields
 from text_generation_shard.errors import ModelError, UnsupportedError
+from text_generation_shard.models.hugging_face.split import check_plan, plan_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class TransformersConfig(ModelConfig):
     model_class: Any
     # Whether code from the checkpoint's folder may run.
     trusts_code: bool
+    # See `plan_of`.
+    plan: Mapping[str, str]
 
     @property
     def layer_types(self) -> list[str]:
@@ -45,9 +48,9 @@ class TransformersConfig(ModelConfig):
         return list(getattr(self.text, "layer_types", None) or [])
 
 
-def read_config(directory: Path, trusts_code: bool) -> TransformersConfig:
+def read_config(directory: Path, trusts_code: bool, world_size: int = 1) -> TransformersConfig:
     """ModelError: transformers does not know the model, or it computes something that the cache or
-    the batches here can not hold."""
+    the batches here can not hold, or it can not be split among ranks."""
     fields = read_fields(directory)
     _check_code(fields, directory, trusts_code)
     try:
@@ -60,6 +63,9 @@ def read_config(directory: Path, trusts_code: bool) -> TransformersConfig:
     text = whole.get_text_config(decoder=True)
     name = model_class.__name__
     _check(text, whole, name)
+    plan = plan_of(text, model_class)
+    if world_size > 1:
+        check_plan(plan, name)
     fields = Fields({**fields.values, "vocab_size": text.vocab_size}, fields.where)
     end_ids, unused_ids = token_ids(fields, directory)
     return TransformersConfig(
@@ -73,6 +79,7 @@ def read_config(directory: Path, trusts_code: bool) -> TransformersConfig:
         text=text,
         model_class=model_class,
         trusts_code=trusts_code,
+        plan=plan,
     )
 
 

@@ -37,6 +37,8 @@ from text_generation_shard.models.hugging_face.products import (
     packed,
     run_experts,
 )
+from text_generation_shard.models.hugging_face.split import Split
+from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +66,15 @@ def load(
     device: Device,
     quantize: str | None,
     attention_name: str,
+    world: World,
 ) -> Loaded:
-    """ModelError: the weights are missing, do not fit, or are not those of the configuration."""
+    """ModelError: the weights are missing, do not fit, can not be split, or are not those of the
+    configuration."""
     weight_files(directory)
     log: Any = transformers.utils.logging
     log.disable_progress_bar()
     log.set_verbosity_error()
-    packing = Packing(device, quantize)
+    packing = Packing(device, quantize, Split(config.plan, world))
     try:
         model, info = config.model_class.from_pretrained(
             directory,
@@ -132,8 +136,8 @@ def _check_names(directory: Path, info: dict[str, Any]) -> None:
 class Packing:
     """Replaces matrices of a model by the device's. Owns their statistics."""
 
-    def __init__(self, device: Device, quantize: str | None) -> None:
-        self._device, self._quantize = device, quantize
+    def __init__(self, device: Device, quantize: str | None, split: Split) -> None:
+        self._device, self._quantize, self._split = device, quantize, split
         self.nbytes = 0
         self._packs_experts = True
         # By parent: weights that wait for their siblings.
@@ -148,10 +152,14 @@ class Packing:
         bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
             self._quantize or "", self._device.dtype.itemsize * 8
         )
-        wanted = [part for name, part in model.named_parameters() if self.packs(model, name)]
+        wanted = [
+            self._split.count(name.removesuffix(".weight"), part.numel())
+            for name, part in model.named_parameters()
+            if self.packs(model, name)
+        ]
         self._total = len(wanted)
         kind = self._quantize or str(self._device.dtype).removeprefix("torch.")
-        self._device.check_room(sum(part.numel() for part in wanted) * bits // 8, kind)
+        self._device.check_room(sum(wanted) * bits // 8, kind)
         # An expert with a norm of its own is computed by transformers.
         experts = [module for module in model.modules() if are_experts(module)]
         self._packs_experts = not any(module.has_post_expert_norm for module in experts)
@@ -160,6 +168,7 @@ class Packing:
             for module in experts:
                 module.config._experts_implementation = _NAME
                 module.own_matrices = {}
+        self._split.check(model, self.packs)
 
     def packs(self, model: Any, name: str) -> bool:
         """Whether the parameter of this name becomes a matrix of the device."""
@@ -186,7 +195,12 @@ class Packing:
         module = model.get_submodule(path)
         if are_experts(module):
             each = weight.transpose(1, 2) if module.is_transposed else weight
-            module.own_matrices[last] = [self._matrix(one, self._quantize) for one in each]
+            module.own_matrices[last] = [
+                self._matrix(name, self._split.outputs(name, one), len(one), self._quantize)
+                for one in each
+            ]
+            if last == expert_names(module)[1]:
+                module.own_join = self._split.join(name, each.shape[1])
             setattr(module, last, nn.Parameter(packed(weight), requires_grad=False))
         else:
             self._collect(model, path, weight if isinstance(module, nn.Linear) else weight.T)
@@ -205,6 +219,9 @@ class Packing:
             self._replace(model, parent, {own: head.weight.data})
         for path, module in list(model.named_modules()):
             parent, _, own = path.rpartition(".")
+            if isinstance(module, Product) and module.bias is not None:
+                bias = self._split.bias(path, module.bias.data)
+                module.bias = nn.Parameter(bias, requires_grad=False)
             if (norm := norm_like(module, self._device)) is not None:
                 setattr(model.get_submodule(parent), own, norm)
 
@@ -232,15 +249,35 @@ class Packing:
     def _replace(self, model: Any, parent: str, weights: dict[str, Tensor]) -> None:
         """Put products in the place of modules, whose weights are stacked."""
         place, start = model.get_submodule(parent), 0
-        is_head = getattr(place, next(iter(weights)), None) is _head_of(model)
+        paths = {name: f"{parent}.{name}".lstrip(".") for name in weights}
+        own = {name: self._split.outputs(paths[name], weight) for name, weight in weights.items()}
+        first, num_outputs = next(iter(weights)), sum(map(len, weights.values()))
+        is_head = getattr(place, first, None) is _head_of(model)
         kind = "int8" if self._quantize and is_head else self._quantize
-        stacked = Stacked(self._matrix(torch.cat([*weights.values()]), kind), len(weights))
+        matrix = self._matrix(paths[first], torch.cat([*own.values()]), num_outputs, kind)
+        num_inputs = weights[first].shape[1]
+        count = len(range(num_inputs)[self._split.inputs(paths[first], num_inputs)])
+        taken = self._split.taken(paths[first], num_inputs)
+        stacked = Stacked(matrix, len(weights), count, taken)
         for name, weight in weights.items():
-            setattr(place, name, Product(stacked, start, weight, getattr(place, name).bias))
-            start += len(weight)
+            outputs = slice(start, start := start + len(own[name]))
+            join = self._split.join(paths[name], len(weight))
+            bias = getattr(place, name).bias
+            setattr(place, name, Product(stacked, outputs, weight, bias, join))
 
-    def _matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
-        found = self._device.matrix(weight.contiguous(), quantize)
+    def _matrix(self, name: str, weight: Tensor, num_outputs: int, quantize: str | None) -> Matrix:
+        """weight: this rank's outputs, of so many, with all inputs. Each part has the form of the
+        whole matrix."""
+        columns = self._split.inputs(name, weight.shape[1])
+        form_of, num_inputs = self._device.quantized_form, weight.shape[1]
+        form = form_of((num_outputs, num_inputs), quantize).kind
+        shape = len(weight), len(range(num_inputs)[columns])
+        if form_of(shape, form).kind != form:
+            raise UnsupportedError(
+                f"the parts of {name}, with {shape[0]} outputs and {shape[1]} inputs, can not be "
+                f"{form} as the whole is; use another --num-shard or --quantize"
+            )
+        found = self._device.matrix(weight.contiguous(), form, columns)
         self.nbytes += found.nbytes
         self._kinds[found.kind] += 1
         return found

@@ -34,6 +34,7 @@ from text_generation_shard.models.hugging_face.states import (
     RowStates,
     parts_of,
 )
+from text_generation_shard.parallel import World
 
 
 class TransformersModel:
@@ -53,15 +54,18 @@ class TransformersModel:
         device: Device,
         quantize: str | None,
         reason: str,
+        world: World,
     ) -> None:
         """ModelError: the checkpoint can not be loaded, or not be served."""
         self.config: TransformersConfig = config
         self.not_native = (
             f"transformers {transformers.__version__} computes this model, because {reason}; "
-            "several shards, --rope-scaling and CUDA graphs are not supported with it"
+            "--rope-scaling and CUDA graphs are not supported with it"
         )
         self._interface = Interface()
-        loaded = load(directory, config, device, quantize, self._interface.name)
+        loaded = load(directory, config, device, quantize, self._interface.name, world)
+        # What follows computes passes.
+        world.meet()
         self.nbytes, self._modules = loaded.nbytes, loaded.model
         # Stands for the base model while scores are computed.
         base = self._modules.base_model

@@ -1,6 +1,7 @@
 """What takes the place of a transformers module: the same results by the device's operators."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ class Stacked:
     """The stacked weights of modules that multiply the same input: the first one multiplies for
     all. Keeps an input and its results until the last one has called."""
 
-    def __init__(self, matrix: Matrix, num_callers: int) -> None:
+    def __init__(self, matrix: Matrix, num_callers: int, num_inputs: int, taken: slice) -> None:
+        """taken: of what comes, as many as `num_inputs`."""
         self._matrix, self._num_callers = matrix, num_callers
+        self._num_inputs, self._taken = num_inputs, taken
         self._input: Tensor | None = None
         self._out, self._num_left = torch.empty(0), 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[…, K] → [T, the outputs of all]."""
         if hidden is not self._input:
-            rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+            rows = hidden.reshape(-1, hidden.shape[-1])[:, self._taken].contiguous()
+            if rows.shape[1] != self._num_inputs:
+                raise ValueError(f"{rows.shape[1]} inputs for {self._num_inputs}")
             self._input, self._out = hidden, self._matrix(rows)
             self._num_left = self._num_callers
         out = self._out
@@ -40,17 +45,23 @@ class Product(nn.Module):
     """A Linear, by the device's product."""
 
     def __init__(
-        self, stacked: Stacked, start: int, weight: Tensor, bias: nn.Parameter | None
+        self,
+        stacked: Stacked,
+        own: slice,
+        weight: Tensor,
+        bias: nn.Parameter | None,
+        join: Callable[[Tensor], Tensor],
     ) -> None:
-        """weight: [N, K], which is in the stack; its outputs begin at `start`."""
+        """own: its outputs in the stack, of which `join` makes those of its weight [N, K], before
+        the bias is added."""
         super().__init__()
         self._stacked, self.bias, self.weight = stacked, bias, packed(weight)
         self.out_features, self.in_features = weight.shape
-        self._own = slice(start, start + self.out_features)
+        self._own, self._join = own, join
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, K] → […, N]."""
-        out = self._stacked(hidden)[:, self._own].view(*hidden.shape[:-1], self.out_features)
+        out = self._join(self._stacked(hidden)[:, self._own]).view(*hidden.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 
@@ -127,4 +138,5 @@ def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     total = out[:, 0]
     for number in range(1, chosen.shape[1]):
         total = total + out[:, number]
-    return total
+    joined: Tensor = self.own_join(total)
+    return joined
