@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_process import defaults
+from text_generation_process.flags import contradictions
 from text_generation_process.option import Child, InvalidOptions, Mode, Values
 from text_generation_process.tracing import check_tracing
 
@@ -125,7 +126,7 @@ def create_config(
         hostname=first(values, "hostname") or defaults.HOSTNAME,
         port=_number(values, "port") or defaults.PORT,
         prometheus_port=_number(values, "prometheus-port"),
-        has_api_key=_has_api_key(values),
+        has_api_key="api-key" in values or "api-key-file" in values,
         has_tls="ssl-certfile" in values,
         restarts=_restarts(values),
         termination_timeout_s=float(
@@ -145,10 +146,6 @@ def _number(values: Values, name: str) -> int | None:
 
 def _restarts(values: Values) -> bool:
     return "restart" in values and "no-restart" not in values
-
-
-def _has_api_key(values: Values) -> bool:
-    return "api-key" in values or "api-key-file" in values
 
 
 def _without_effect(
@@ -176,36 +173,15 @@ def _contradictions(values: Values, mode: Mode) -> Iterator[str]:
         yield from _wrong_files(values)
     if "max-input-tokens" in values and "max-input-length" in values:
         yield "--max-input-tokens and --max-input-length are the same limit: give only the first"
-    longest_input = _number(values, "max-input-tokens") or _number(values, "max-input-length")
-    longest, batch = _number(values, "max-total-tokens"), _number(values, "max-batch-total-tokens")
-    if longest_input and longest and longest_input >= longest:
-        yield (
-            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
-            "which counts the answer as well: lower the first or raise the second"
-        )
-    if longest and batch and longest > batch:
-        yield (
-            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
-            "lower the first or raise the second"
-        )
-    if "port" in values and values.get("prometheus-port") == values["port"]:
-        yield (
-            f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
-            "already, start without --prometheus-port or choose another"
-        )
+    whole = _completed(values)
+    yield from contradictions(lambda name: first(whole, name))
     for name in ("port", "prometheus-port"):
         if "master-port" in values and values.get(name) == values["master-port"]:
             yield (
                 f"--master-port and --{name} are both {values[name][0]}: leave out --master-port, "
                 "and the shards meet on a free port"
             )
-    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
-        if name in values and not _has_api_key(values):
-            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
-    names = ("ssl-certfile", "ssl-keyfile")
-    if sum(name in values for name in names) == 1:
-        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
-    for name in names:
+    for name in ("ssl-certfile", "ssl-keyfile"):
         path = first(values, name)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             yield (

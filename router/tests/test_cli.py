@@ -47,16 +47,19 @@ def test_every_chat_format_can_be_chosen() -> None:
             "`--waiting-served-ratio` must be a number",
         ),
         ({"port": 65536}, "`--port` must be a whole number from 1 to 65535. Given: 65536"),
-        ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
+        ({"prometheus_port": 3000}, "--prometheus-port and --port are both 3000: "),
         ({"api_key": ("a", "")}, "`--api-key` must be a value that isn't empty"),
         ({"api_key_file": ""}, "`--api-key-file` must be a value that isn't empty"),
-        ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
+        (
+            {"max_tokens_per_minute_per_key": 1},
+            "--max-tokens-per-minute-per-key is given, but there are no keys",
+        ),
         ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be a whole"),
         ({"otlp_endpoint": "c:1"}, "`--otlp-endpoint` must be the gRPC address of a collector"),
         ({"aip_health_route": "h"}, "`--aip-health-route` must be a path that starts"),
         (
             {"aip_health_route": "/a", "aip_predict_route": "/a"},
-            "`--aip-predict-route` and `--aip-health-route` must be two paths",
+            "--aip-predict-route and --aip-health-route must be two paths",
         ),
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from text_generation_process import defaults
-from text_generation_process.flags import RouterFlags
+from text_generation_process.flags import RouterFlags, contradictions
 from text_generation_process.option import check_flags
 from text_generation_process.tracing import check_tracing
 
@@ -22,31 +22,8 @@ class RouterConfig(RouterFlags):
             raise ValueError(
                 "`--restart` needs `--launcher-fd`: the launcher starts the new shards"
             )
-        if self.port and self.port == self.prometheus_port:
-            raise ValueError(
-                "`--prometheus-port` must be another port than `--port`; "
-                "leave it out to have /metrics on that one only"
-            )
-        if (
-            self.max_input_tokens is not None
-            and self.max_total_tokens is not None
-            and self.max_input_tokens >= self.max_total_tokens
-        ):
-            raise ValueError(
-                "`max_input_tokens` must be < `max_total_tokens`. "
-                f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
-            )
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ValueError(
-                "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
-            )
-        for name in ("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"):
-            if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
-                raise ValueError(
-                    f"`--{name.replace('_', '-')}` needs keys: add `--api-key` or `--api-key-file`"
-                )
-        if self.aip_predict_route is not None and self.aip_predict_route == self.aip_health_route:
-            raise ValueError("`--aip-predict-route` and `--aip-health-route` must be two paths")
+        for sentence in contradictions(lambda name: getattr(self, name.replace("-", "_"))):
+            raise ValueError(sentence)
 
     @property
     def served_model_id(self) -> str:

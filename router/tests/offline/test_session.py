@@ -58,7 +58,10 @@ def test_the_router_gets_its_options():
         ({"api_key": "k"}, "`api_key` is an option of the server"),
         ({"max_concurrent_requests": 3}, "`max_concurrent_requests` is an option of the server"),
         ({"max_batch_size": 0}, "`--max-batch-size` must be a whole number of at least 1"),
-        ({"max_input_tokens": 5, "max_total_tokens": 5}, "`max_input_tokens` must be <"),
+        (
+            {"max_input_tokens": 5, "max_total_tokens": 5},
+            "--max-input-tokens 5 must be less than --max-total-tokens 5",
+        ),
     ],
 )
 def test_an_invalid_option_is_an_error_before_anything_starts(given, expected):
