@@ -56,10 +56,6 @@ class WorkerClosedError(WorkerError):
     """The worker is closed."""
 
 
-class _ServerDiedError(WorkerError):
-    """A call has no answer, because the server died, and its runners with it."""
-
-
 class Worker:
     """Owns a server process and its runners: as many as there are calls at a time.
 
@@ -83,15 +79,11 @@ class Worker:
         WorkerStartError and WorkerClosedError."""
         self._release(*self._take())
 
-    def call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
+    def call(
+        self, function: str, argument: bytes, timeout_s: float, *, may_repeat: bool = True
+    ) -> bytes:
         """What the method or function of this name returns. Raises WorkerError. A call whose server
         died is repeated once: no call can end the server of another, but the system may."""
-        try:
-            return self._call(function, argument, timeout_s)
-        except _ServerDiedError:
-            return self._call(function, argument, timeout_s)
-
-    def _call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
         connection, server = self._take()
         began = time.monotonic()
         try:
@@ -104,8 +96,9 @@ class Worker:
                 self._end()
             if time.monotonic() - began >= timeout_s:
                 raise WorkerTimeoutError(f"{function} did not end in {timeout_s:g} s") from error
-            kind = WorkerError if server.is_alive else _ServerDiedError
-            raise kind(f"the process of {function} died") from error
+            if may_repeat and not server.is_alive:
+                return self.call(function, argument, timeout_s, may_repeat=False)
+            raise WorkerError(f"the process of {function} died") from error
         if has_more:
             self._release(connection, server)
         else:
@@ -276,7 +269,10 @@ def _run(connection: socket.socket, prepared: Any, memory_bytes: int, server: in
             os.dup2(nowhere, descriptor)
         if memory_bytes:
             num_pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-            _limit_memory(num_pages * resource.getpagesize() + memory_bytes)
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            limit = num_pages * resource.getpagesize() + memory_bytes
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         most_bytes = _peak_bytes() + _KEPT_BYTES
         has_more = True
         while has_more:
@@ -300,12 +296,6 @@ def _send(connection: socket.socket, answer: bytes, has_more: bool) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     connection.sendall(_ANSWER.pack(has_more, len(answer)))
     connection.sendall(answer)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    num_bytes = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def _peak_bytes() -> int:

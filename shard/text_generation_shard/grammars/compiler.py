@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -17,7 +20,7 @@ from text_generation_process.worker import (
     WorkerTimeoutError,
 )
 
-from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried
+from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried, try_text
 from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
 
 # Limits of the cache of compiled grammars: their number, and the bytes of their texts.
@@ -29,6 +32,10 @@ _MEMORY_BYTES = 256 << 20
 # wait behind large ones.
 _TIMEOUTS_S = {"short": 3.0, "long": 6.0}
 _NUM_SHORT, _NUM_LONG = 8, 2
+# Most processor time of a trial. Usual ones take 5 ms, 100 tools 100 ms.
+_SHORT_S, _LONG_S = 0.2, 1.5
+# The priority of a long trial, in favour of the model.
+_NICE = 5
 # A grammar that was not tried may be requested again after this time.
 _RETRY_AFTER_S = 2
 _TOO_SLOW = "it is too complex: compiling it takes too long; make it smaller"
@@ -51,8 +58,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         arguments = json.dumps([str(self._file.path), vocab_size, list(eos_ids)]).encode()
-        module = "text_generation_shard.grammars.trial"
-        self._worker = Worker(module, arguments, memory_bytes=_MEMORY_BYTES)
+        self._worker = Worker(__name__, arguments, memory_bytes=_MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(_NUM_SHORT + _NUM_LONG, thread_name_prefix="grammar")
         self._num_long = 0
         self._tasks: dict[str, asyncio.Task[Grammar]] = {}
@@ -141,3 +147,41 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = self._file.load()
             return self._tokenizer
+
+
+# ---- In the process ----
+
+
+def prepare(arguments: bytes) -> "_Trials":
+    """Load the tokenizer: its path, the size of the vocabulary, the end tokens."""
+    path, vocab_size, eos_ids = json.loads(arguments)
+    try:
+        return _Trials(TokenizerFile(Path(path), vocab_size, tuple(eos_ids)).load())
+    except GrammarError as error:
+        return _Trials(error)
+
+
+class _Trials:
+    """The calls of the worker. They answer with the fields of `Tried`."""
+
+    def __init__(self, tokenizer: LLTokenizer | GrammarError) -> None:
+        self._tokenizer = tokenizer
+
+    def short(self, text: bytes) -> bytes:
+        """Try one grammar."""
+        return self._try(text, _SHORT_S)
+
+    def long(self, text: bytes) -> bytes:
+        """Try one grammar with less priority, which this process keeps."""
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        return self._try(text, _LONG_S)
+
+    def _try(self, text: bytes, most_s: float) -> bytes:
+        if isinstance(self._tokenizer, GrammarError):
+            tried = Tried(str(self._tokenizer))
+        else:
+            signal.setitimer(signal.ITIMER_PROF, most_s)  # its default action ends the process
+            tried = try_text(self._tokenizer, text.decode())
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        return json.dumps([tried.error, tried.text, list(tried.ending)]).encode()

@@ -40,7 +40,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 def workers() -> list[psutil.Process]:
     """The processes that try grammars."""
-    return workers_of("text_generation_shard.grammars.trial")
+    return workers_of("text_generation_shard.grammars.compiler")
 
 
 async def until(condition: Callable[[], bool]) -> None:
