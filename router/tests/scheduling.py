@@ -75,19 +75,13 @@ class Outcome:
 async def collect(entry: Entry, pause_s: float = 10.0) -> Outcome:
     """Reads an entry to its end; no two outputs are `pause_s` apart."""
     tokens: list[TokenOutput] = []
-    prefill = None
     while not tokens or tokens[-1].generated is None:
         try:
             outputs = await asyncio.wait_for(anext(entry), pause_s)
         except RouterError as error:
-            return Outcome(tokens, prefill, None, error)
-        for output in outputs:
-            if isinstance(output, PrefillOutput):
-                assert prefill is None and not tokens
-                prefill = output
-            else:
-                tokens.append(output)
-    return Outcome(tokens, prefill, tokens[-1].generated, None)
+            return Outcome(tokens, entry.prefill, None, error)
+        tokens += outputs
+    return Outcome(tokens, entry.prefill, tokens[-1].generated, None)
 
 
 def check_integrity(planner: Planner) -> None:

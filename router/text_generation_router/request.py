@@ -175,9 +175,6 @@ class TokenOutput(NamedTuple):
     generated: GeneratedText | None = None
 
 
-Output = PrefillOutput | TokenOutput
-
-
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
     """A whole generation; `top_tokens` has one entry per token, or is empty."""

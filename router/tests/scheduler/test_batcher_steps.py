@@ -42,7 +42,7 @@ async def test_the_tokens_of_a_step_come_together() -> None:
     async with running(speculate=2) as rig:
         entry = rig.submit((1, 2), 9)
         deliver, sizes = entry.deliver, []
-        entry.deliver = lambda *outputs: (sizes.append(len(outputs)), deliver(*outputs))
+        entry.deliver = lambda outputs: (sizes.append(len(outputs)), deliver(outputs))
         await collect(entry)
     assert sum(sizes) == 9 and len(sizes) == len(rig.shards.passes)
     assert sizes[0] == 1 and max(sizes) == 3

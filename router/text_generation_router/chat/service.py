@@ -36,7 +36,7 @@ from text_generation_router.errors import (
 )
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Infer
-from text_generation_router.request import Grammar, PrefillOutput, TokenOutput
+from text_generation_router.request import Grammar, TokenOutput
 from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters
@@ -85,8 +85,6 @@ class ChatGeneration:
         self._num_tokens = 0
         self._has_answer_begun = False
         self.has_tool_calls = False
-        self.prefill: PrefillOutput | None = None
-        """The prompt's log-probabilities, if requested; only the first sequence has them."""
         self.reasoning_tokens = 0
         """Tokens of the reasoning, markers included."""
 
@@ -97,10 +95,7 @@ class ChatGeneration:
         steps: list[ChatStep] = []
         while not steps:
             for output in await anext(self.entry):
-                if isinstance(output, TokenOutput):
-                    steps += self._steps(output)
-                else:
-                    self.prefill = output
+                steps += self._steps(output)
         return steps
 
     async def collect(self) -> ChatMessage:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from text_generation_router.errors import GenerationError, GrammarFailedError, RouterError
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import FinishReason, Output, PrefillOutput
+from text_generation_router.request import FinishReason, PrefillOutput, TokenOutput
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
@@ -116,27 +116,25 @@ class Delivery:
         now: float,
     ) -> None:
         """Gives one client the tokens of a step; tokens behind a stop string are dropped."""
-        outputs: list[Output] = []
         if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
             tops = result.prefill_top_tokens.get(entry.id, ((), ()))
             ranks = result.prefill_ranks.get(entry.id, ())
-            outputs.append(entry.answer.prefill(prefill_logprobs, tops, ranks))
+            entry.prefill = entry.answer.prefill(prefill_logprobs, tops, ranks)
         elif entry.request.is_prompt_only:
             pooled = result.pooled_prompts.get(entry.id, b"")
             scores = result.token_scores.get(entry.id, ())
-            outputs.append(PrefillOutput((), pooled=pooled, scores=scores))
-        num_tokens = 0
+            entry.prefill = PrefillOutput((), pooled=pooled, scores=scores)
+        outputs: list[TokenOutput] = []
         for token_id, logprob, top_tokens in tokens:
-            num_tokens += 1
-            reason = finish_reason if num_tokens == len(tokens) else None
+            reason = finish_reason if len(outputs) + 1 == len(tokens) else None
             output = entry.answer.step(token_id, logprob, reason, top_tokens)
             outputs.append(output)
             if output.generated is not None:
                 self._end(entry, None)
                 break
-        entry.deliver(*outputs)
+        entry.deliver(outputs)
         if not entry.request.is_prompt_only:
-            self._note_tokens(entry, num_tokens, now)
+            self._note_tokens(entry, len(outputs), now)
 
     def _note_tokens(self, entry: Entry, num_tokens: int, now: float) -> None:
         if entry.last_delivered is None:

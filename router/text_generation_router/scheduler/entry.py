@@ -11,11 +11,9 @@ from text_generation_router.request import (
     Ending,
     GeneratedText,
     GenerateResult,
-    Output,
     Pooling,
     PrefillOutput,
     Request,
-    Token,
     TokenOutput,
 )
 from text_generation_router.scheduler.answer import Answer
@@ -96,7 +94,9 @@ class Entry:
         """Set when the client has read the last output."""
         self.error: RouterError | None = None
         """The error that was raised to the client."""
-        self._outputs: list[Output] = []
+        self.prefill: PrefillOutput | None = None
+        """What was requested about its prompt, from its first output on."""
+        self._outputs: list[TokenOutput] = []
         # Follows the unread outputs.
         self._failure: RouterError | None = None
         # The client awaits it while no output is ready.
@@ -148,7 +148,7 @@ class Entry:
                 tokens = (*tokens, *generated)
             yield array("I", tokens).tobytes()
 
-    def deliver(self, *outputs: Output) -> None:
+    def deliver(self, outputs: Iterable[TokenOutput]) -> None:
         """Adds the outputs of one step; the client wakes up once for all of them."""
         self._outputs.extend(outputs)
         self._wake()
@@ -158,19 +158,18 @@ class Entry:
         self._failure = error
         self._wake()
 
-    def __aiter__(self) -> AsyncIterator[list[Output]]:
+    def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
         return self
 
-    async def __anext__(self) -> list[Output]:
+    async def __anext__(self) -> list[TokenOutput]:
         """All outputs that are ready, at least one; raises the error the entry ended with."""
         if self.ending is not None:
             raise StopAsyncIteration
         if not self._outputs:
             await self.ready()
         outputs, self._outputs = self._outputs, []
-        last = outputs[-1]
-        if isinstance(last, TokenOutput) and last.generated is not None:
-            self.ending = self._ended(last.generated)
+        if (generated := outputs[-1].generated) is not None:
+            self.ending = self._ended(generated)
         return outputs
 
     async def ready(self) -> None:
@@ -188,23 +187,15 @@ class Entry:
     async def collect(self) -> GenerateResult:
         """Reads it to the end, whole; raises its failure."""
         self.is_shown = False
-        prefill = PrefillOutput(())
-        tokens: list[Token] = []
-        top_tokens: list[tuple[Token, ...]] = []
-        async for outputs in self:
-            for output in outputs:
-                if isinstance(output, PrefillOutput):
-                    prefill = output
-                    continue
-                tokens.append(output.token)
-                top_tokens.append(output.top_tokens)
+        made = [output async for outputs in self for output in outputs]
+        has_top_tokens = self.request.top_n_tokens > 0
         assert self.ending is not None
         return GenerateResult(
             prompt_ids=self.prompt_ids,
             cached_tokens=self.cached_tokens,
-            prefill=prefill,
-            tokens=tuple(tokens),
-            top_tokens=tuple(top_tokens) if self.request.top_n_tokens > 0 else (),
+            prefill=self.prefill or PrefillOutput(()),
+            tokens=tuple(output.token for output in made),
+            top_tokens=tuple(output.top_tokens for output in made) if has_top_tokens else (),
             ending=self.ending,
         )
 

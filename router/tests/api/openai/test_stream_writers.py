@@ -12,7 +12,6 @@ from text_generation_router.api.openai.stream import ChunkWriter
 from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
 from text_generation_router.request import (
-    PrefillOutput,
     Token,
     TokenOutput,
 )
@@ -54,7 +53,7 @@ def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
         expected.append(event(payload | {"generated_text": None, "details": None}))
     outputs = [TokenOutput(token, "", tuple(top_tokens)) for token, top_tokens in steps]
     middle = len(outputs) // 2
-    chunks = writer.chunk([PrefillOutput(()), *outputs[:middle]]), writer.chunk(outputs[middle:])
+    chunks = writer.chunk(outputs[:middle]), writer.chunk(outputs[middle:])
     assert b"".join(chunks) == b"".join(expected)
 
 
@@ -77,6 +76,6 @@ async def test_outputs_of_a_reader_that_is_cancelled_are_kept() -> None:
     await asyncio.sleep(0)
     reading.cancel()
     output = TokenOutput(Token(1, "a", -0.5))
-    entry.deliver(output)
+    entry.deliver([output])
     await asyncio.wait({reading})
     assert await anext(entry) == [output]

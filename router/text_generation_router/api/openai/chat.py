@@ -217,7 +217,7 @@ def _whole(
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = generations[0].entry.prompt_ids
-    if body.prompt_logprobs is not None and (prompt := generations[0].prefill) is not None:
+    if body.prompt_logprobs is not None and (prompt := generations[0].entry.prefill) is not None:
         answer["prompt_logprobs"] = prompt_logprobs(prompt, body.prompt_logprobs)
     times = timing_headers(endings, prompt_tokens, _characters(conversation), services)
     return json_response(answer, warning(body) | times)

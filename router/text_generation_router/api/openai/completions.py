@@ -36,7 +36,6 @@ from text_generation_router.request import (
     FinishReason,
     GeneratedText,
     GenerateResult,
-    Output,
     TokenOutput,
 )
 from text_generation_router.scheduler.entry import Entry
@@ -220,11 +219,10 @@ class _ChoiceWriter(stream.ChoiceWriter):
             choice["prompt_logprobs"] = prompt_logprobs(result.prefill, body.prompt_logprobs)
         return choice
 
-    def chunks(self, outputs: Sequence[Output]) -> list[Json]:
+    def chunks(self, outputs: Sequence[TokenOutput]) -> list[Json]:
         """What is new with the outputs: no chunk where all of it is held back."""
         chunks: list[Json] = []
         for output in outputs:
-            assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
             if self.body.logprobs is not None:
                 self.trail.add(output.token, output.top_tokens)
             text = ""

@@ -30,7 +30,7 @@ from text_generation_router.api.tgi.schemas import (
     StreamResponse,
 )
 from text_generation_router.errors import DeadlineError, RouterError
-from text_generation_router.request import GenerateResult, Output, Token, TokenOutput
+from text_generation_router.request import GenerateResult, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -159,10 +159,9 @@ class TokenEvents:
         self._prompt_tokens = prompt_tokens
         self._index = 0
 
-    def chunk(self, outputs: Sequence[Output]) -> bytes:
-        """The events of outputs that are ready together. A PrefillOutput has no event."""
-        events = [self._event(output) for output in outputs if isinstance(output, TokenOutput)]
-        return "".join(events).encode()
+    def chunk(self, outputs: Sequence[TokenOutput]) -> bytes:
+        """The events of outputs that are ready together."""
+        return "".join([self._event(output) for output in outputs]).encode()
 
     def _event(self, output: TokenOutput) -> str:
         self._index += 1
