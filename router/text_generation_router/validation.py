@@ -25,7 +25,7 @@ class GenerateParameters:
     """The parameters of a request, of which only the types are checked; None: not given."""
 
     inputs: str
-    # The prompt as ids, in place of `inputs`; ids are below `Limits.vocab_size`.
+    # The prompt as ids, read in place of `inputs`; ids are below `Limits.vocab_size`.
     input_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
     best_of: int | None = None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Response
@@ -50,14 +50,6 @@ _FEW_IDS = 8192
 router = post_router("OpenAI", OPENAI_ERRORS)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a request: its text and its parameters."""
-
-    text: str
-    asked: GenerateParameters
-
-
 @router.post(
     PATH,
     summary="Generate tokens",
@@ -72,36 +64,35 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
     if body.stream:
         headers = {
             "x-compute-type": services.compute_type,
-            "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
+            "x-compute-characters": str(sum(len(prompt.inputs) for prompt in prompts)),
             **warning(body),
         }
         chunks = _stream(body, prompts, services)
         return await open_stream(chunks, headers, partial(stream.failed, PATH))
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
+    entries = PromptEntries(prompts[0], body.num_sequences, field)
     work = (
-        services.infer.generate_many(
-            prompt.asked, body.num_candidates, services.options, entries.add
-        )
+        services.infer.generate_many(prompt, body.num_candidates, services.options, entries.add)
         for prompt in prompts
     )
     results = await gather_or_cancel(work)
     return await entries.answered(lambda: _answer(body, prompts, results, services))
 
 
-async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
-    """The prompts with their parameters. Raises RequestError for more than the server allows."""
+async def _prompts(body: CompletionRequest, services: Services) -> list[GenerateParameters]:
+    """The parameters of each prompt; `inputs` is its text, even where it is given as ids. Raises
+    RequestError for more than the server allows."""
     several = "best_of" if body.best_of else "n" if body.n else "prompt"
     given = prompts_of(body.prompt)
     stream.check_num_sequences(len(given) * body.num_candidates, several, services)
     asked = body.parameters()
-    prompts: list[Prompt] = []
+    prompts: list[GenerateParameters] = []
     for prompt in given:
         if prompt == "":
             ids = await first_ids(services.tokenizer)
-            prompts.append(Prompt("", replace(asked, input_ids=ids)))
+            prompts.append(replace(asked, input_ids=ids))
         elif isinstance(prompt, str):
-            prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
+            prompts.append(replace(asked, inputs=prompt))
         else:
             # What is too long, and not to be cut, is refused later.
             is_read = len(prompt) <= services.limits.max_input_tokens or asked.truncate is not None
@@ -110,7 +101,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
                 text = _text(shown, services.tokenizer)
             else:
                 text = await asyncio.to_thread(_text, shown, services.tokenizer)
-            prompts.append(Prompt(text, replace(asked, input_ids=prompt)))
+            prompts.append(replace(asked, inputs=text, input_ids=prompt))
     return prompts
 
 
@@ -140,7 +131,7 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def _answer(
     body: CompletionRequest,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[GenerateParameters],
     results: Sequence[Sequence[GenerateResult]],
     services: Services,
 ) -> Response:
@@ -156,7 +147,7 @@ def _answer(
     everything = [result for candidates in results for result in candidates]
     prompt_tokens = sum(candidates[0].prompt_tokens for candidates in results)
     cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
-    characters = sum(len(prompt.text) for prompt in prompts)
+    characters = sum(len(prompt.inputs) for prompt in prompts)
     completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
     answer = stream.envelope("cmpl", "text_completion", services, body.request_id) | {
         "choices": choices,
@@ -170,13 +161,13 @@ def _answer(
 
 
 def _prompt_tokens(
-    prompt: Prompt, result: GenerateResult, tokenizer: Tokenizer
+    prompt: GenerateParameters, result: GenerateResult, tokenizer: Tokenizer
 ) -> list[ScoredToken]:
     """The tokens of the prompt, without the special ones that the tokenizer put before its text."""
     found = result.prefill
     tokens = list(zip(found.tokens, found.top_tokens or ((),) * len(found.tokens), strict=True))
-    if prompt.asked.input_ids is None or not prompt.text:
-        while tokens and tokens[0][0].special and not prompt.text.startswith(tokens[0][0].text):
+    if prompt.input_ids is None or not prompt.inputs:
+        while tokens and tokens[0][0].special and not prompt.inputs.startswith(tokens[0][0].text):
             del tokens[0]
     decoder = tokenizer.stream_decoder()
     return [ScoredToken(decoder.step(token.id), token, tops) for token, tops in tokens]
@@ -192,13 +183,13 @@ class _ChoiceWriter(stream.ChoiceWriter):
         self,
         index: int,
         body: CompletionRequest,
-        prompt: Prompt,
+        prompt: GenerateParameters,
         made: Entry | GenerateResult,
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(index, body, made, tokenizer)
         self._prompt = prompt
-        self._echoed = prompt.text if body.echo else ""
+        self._echoed = prompt.inputs if body.echo else ""
         self._offset = len(self._echoed)
 
     def whole(self, result: GenerateResult) -> Json:
@@ -281,7 +272,7 @@ class _ChoiceWriter(stream.ChoiceWriter):
 
 
 async def _stream(
-    body: CompletionRequest, prompts: Sequence[Prompt], services: Services
+    body: CompletionRequest, prompts: Sequence[GenerateParameters], services: Services
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices run at the same time."""
     head = stream.envelope("cmpl", "text_completion", services, body.request_id)
@@ -293,7 +284,7 @@ async def _stream(
         firsts: list[Entry] = []
         for prompt in prompts:
             started = await stack.enter_async_context(
-                services.infer.start_many(prompt.asked, body.num_sequences, services.options)
+                services.infer.start_many(prompt, body.num_sequences, services.options)
             )
             firsts.append(started[0])
             for generation in started:
