@@ -44,8 +44,9 @@ from text_generation_router.chat.parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from text_generation_router.chat.service import ChatGeneration, ChatStep, message_of
+from text_generation_router.chat.service import ChatGeneration, ChatMessage, ChatStep
 from text_generation_router.encoding import Encoding
+from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 
@@ -73,9 +74,9 @@ class ChoiceWriter(stream.ChoiceWriter):
         super().__init__(index, body, generation.entry, tokenizer)
         self._generation = generation
 
-    def whole(self, steps: Sequence[ChatStep]) -> Json:
-        """The choice, with all steps."""
-        message, body = message_of(list(steps)), self.body
+    def whole(self, message: ChatMessage) -> Json:
+        """The choice, with its message."""
+        body = self.body
         answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
         if message.reasoning is not None and body.include_reasoning is not False:
             answer |= _reasoning(message.reasoning)
@@ -85,7 +86,7 @@ class ChoiceWriter(stream.ChoiceWriter):
             ]
         logprobs: Json | None = None
         if body.logprobs:
-            told = (scored_events(step, self.trail, body.logprobs) for step in steps)
+            told = (scored_events(step, self.trail, body.logprobs) for step in message.steps)
             logprobs = self._logprobs([one for step in told for _, some in step for one in some])
         made = {"index": self.index, "message": answer, "logprobs": logprobs, **self._end()}
         if body.return_token_ids:
@@ -189,20 +190,17 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
     async with services.chat.start(conversation, services.options) as generations:
         entries.add(generations[0].entry.prompt_tokens)
-        for generation in generations:
-            generation.entry.is_shown = False
-        steps: list[list[ChatStep]] = [[] for _ in generations]
-        async with aclosing(stream.merged(generations)) as parts:
-            async for index, new in parts:
-                steps[index] += new
-    return await entries.answered(lambda: _whole(body, conversation, generations, steps, services))
+        messages = await gather_or_cancel(generation.collect() for generation in generations)
+    return await entries.answered(
+        lambda: _whole(body, conversation, generations, messages, services)
+    )
 
 
 def _whole(
     body: ChatRequest,
     conversation: Conversation,
     generations: Sequence[ChatGeneration],
-    steps: Sequence[Sequence[ChatStep]],
+    messages: Sequence[ChatMessage],
     services: Services,
 ) -> Response:
     """The answer of generations that have ended."""
@@ -210,7 +208,7 @@ def _whole(
     prompt_tokens = generations[0].entry.prompt_tokens
     answer = _head("chat.completion", body, services) | {
         "choices": [
-            ChoiceWriter(index, body, generation, services.tokenizer).whole(steps[index])
+            ChoiceWriter(index, body, generation, services.tokenizer).whole(messages[index])
             for index, generation in enumerate(generations)
         ],
         "usage": _totals(generations),
