@@ -69,7 +69,7 @@ class Infer:
         self._validation = validation
         self._metrics = metrics
         self._permits = Permits(max_concurrent_requests)
-        self._time_limits = TimeLimits(batcher, max_queue_wait_s)
+        self._max_queue_wait_s = max_queue_wait_s
 
     @property
     def free_permits(self) -> int:
@@ -116,17 +116,17 @@ class Infer:
                     options.trace.follow(entries, arrival)
                 if charge is not None:
                     charge(len(request.input_ids), time.perf_counter())
+                wait_s = self._max_queue_wait_s
                 try:
-                    with self._time_limits.over(entries, deadline):
-                        await self._time_limits.begun(entries[0], deadline)
+                    async with time_limited(self._batcher, entries, deadline, wait_s):
                         yield entries
                 finally:
                     for entry in entries:
                         self._batcher.cancel(entry)
         except BaseException as error:
-            self._note_failure(error, options, entries)
+            self._count(entries, options, error)
             raise
-        self._count(entries, options, "dropped")
+        self._count(entries, options)
 
     async def generate_many(
         self,
@@ -170,7 +170,7 @@ class Infer:
             try:
                 stack.enter_context(self.admitted(num_at_once, options))
             except RouterError as error:
-                self._note_failure(error, options)
+                self._count((), options, error)
                 raise
             await gather_or_cancel(read() for _ in range(num_at_once))
         logger.info(
@@ -193,7 +193,7 @@ class Infer:
             try:
                 check_best_of(best_of, self._validation.limits)
             except RouterError as error:
-                self._note_failure(error, options)
+                self._count((), options, error)
                 raise
         results = await self.generate_many(asked, best_of, options)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
@@ -212,48 +212,39 @@ class Infer:
             stack.enter_context(self._permits.taken(num))
             yield
 
-    def _note_failure(
-        self, error: BaseException, options: RequestOptions, entries: Sequence[Entry] = ()
+    def _count(
+        self, entries: Sequence[Entry], options: RequestOptions, error: BaseException | None = None
     ) -> None:
-        """Counts and logs the failure of a request; without entries it never started."""
-        deadline = options.deadline
+        """Counts, logs and traces how each entry has ended; without entries, that the request never
+        started. `error` is what ended the request; entries that had not ended then have its label.
+        """
+        metrics, trace = self._metrics, options.trace
+        label = error_type = "dropped"
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            if deadline is None or not deadline.is_over:
-                self._count(entries, options, "dropped")
-                return
-            error = deadline.error()
+            deadline = options.deadline
+            error = deadline.error() if deadline is not None and deadline.is_over else None
+        if error is not None:
+            # Of a bug the caller logs the traceback.
+            kind = error if isinstance(error, RouterError) else RouterError
+            label, error_type = kind.metric_label, kind.error_type
         if isinstance(error, KeyLimitError):
-            self._metrics.request_key_limit.inc(reason=error.reason)
-        # Of a bug the caller logs the traceback.
-        kind = error if isinstance(error, RouterError) else RouterError
+            metrics.request_key_limit.inc(reason=error.reason)
         if isinstance(error, RouterError) and all(error is not entry.error for entry in entries):
             _log_failure(error)
-        self._count(entries, options, kind.metric_label, kind.error_type)
-
-    def _count(
-        self,
-        entries: Sequence[Entry],
-        options: RequestOptions,
-        otherwise: str,
-        error_type: str = "",
-    ) -> None:
-        """Counts how each entry ended. `otherwise` labels entries without an ending, or
-        the request if there are none. Its span gets `error_type`, or else the same label."""
-        trace = options.trace
-        if trace is not None and not entries:
-            trace.fail(error_type or otherwise)
         for entry in entries:
             if trace is not None:
-                trace.end(entry, error_type or otherwise)
+                trace.end(entry, error_type)
             if entry.ending is not None:
                 self._count_success(entry.ending, is_logged=not options.is_admitted)
             elif entry.error is not None:
                 _log_failure(entry.error)
-                self._metrics.request_failure.inc(err=entry.error.metric_label)
+                metrics.request_failure.inc(err=entry.error.metric_label)
             else:
-                self._metrics.request_failure.inc(err=otherwise)
+                metrics.request_failure.inc(err=label)
         if not entries:
-            self._metrics.request_failure.inc(err=otherwise)
+            metrics.request_failure.inc(err=label)
+            if trace is not None:
+                trace.fail(error_type)
 
     def _count_success(self, ending: Ending, is_logged: bool) -> None:
         metrics = self._metrics
@@ -278,53 +269,44 @@ class Infer:
         )
 
 
-class TimeLimits:
-    """Ends entries that exceed their time."""
+@asynccontextmanager
+async def time_limited(
+    batcher: Batcher,
+    entries: Sequence[Entry],
+    deadline: Deadline | None,
+    max_queue_wait_s: float | None,
+) -> AsyncIterator[None]:
+    """In the block, these entries of one prompt are ended when they exceed their time.
 
-    def __init__(self, batcher: Batcher, max_queue_wait_s: float | None = None) -> None:
-        self._batcher = batcher
-        self._max_queue_wait_s = max_queue_wait_s
+    If time is limited, waits first until there is an output, so that a refusal comes before the
+    head of the answer, but at most MOST_HELD_S or the queue wait. Raises the error of an entry.
+    """
 
-    @contextmanager
-    def over(self, entries: Sequence[Entry], deadline: Deadline | None) -> Iterator[None]:
-        """In the block, the limits apply to these entries of one prompt."""
-        loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
-        if deadline is not None:
-            timers.append(loop.call_at(deadline.at, self._end, entries, deadline))
-        if (seconds := self._max_queue_wait_s) is not None:
-            timers.append(loop.call_later(seconds, self._refuse, entries, seconds))
-        try:
-            yield
-        finally:
-            for timer in timers:
-                timer.cancel()
+    def refuse(seconds: float) -> None:
+        # If one was admitted, their request has begun, and the others may be waiting for that one.
+        if all(entry.started is None for entry in entries):
+            end(QueueWaitError(seconds, batcher.queue_retry_s()))
 
-    async def begun(self, entry: Entry, deadline: Deadline | None) -> None:
-        """If time is limited, waits until the entry has an output, so that a refusal comes before
-        the head of the answer, but at most MOST_HELD_S or the queue wait. Raises the error of the
-        entry."""
-        if deadline is None and self._max_queue_wait_s is None:
-            return
-        most_s = MOST_HELD_S
-        if self._max_queue_wait_s is not None:
-            most_s = max(most_s, self._max_queue_wait_s + _PREFILL_S)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                await entry.ready()
-
-    def _end(self, entries: Sequence[Entry], deadline: Deadline) -> None:
+    def end(error: RouterError) -> None:
         for entry in entries:
-            self._batcher.cancel(entry, deadline.error())
+            batcher.cancel(entry, error)
 
-    def _refuse(self, entries: Sequence[Entry], seconds: float) -> None:
-        """Ends the entries unless one was admitted: then their request has begun, and the others
-        may be waiting for that one."""
-        if any(entry.started is not None for entry in entries):
-            return
-        retry_after_s = self._batcher.queue_retry_s()
-        for entry in entries:
-            self._batcher.cancel(entry, QueueWaitError(seconds, retry_after_s))
+    loop, most_s = asyncio.get_running_loop(), MOST_HELD_S
+    timers: list[asyncio.TimerHandle] = []
+    if deadline is not None:
+        timers.append(loop.call_at(deadline.at, end, deadline.error()))
+    if max_queue_wait_s is not None:
+        timers.append(loop.call_later(max_queue_wait_s, refuse, max_queue_wait_s))
+        most_s = max(most_s, max_queue_wait_s + _PREFILL_S)
+    try:
+        if timers:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(most_s):
+                    await entries[0].ready()
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

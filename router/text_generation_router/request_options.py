@@ -23,8 +23,8 @@ _ROUNDED_S = 0.001
 class Deadline:
     """When the answer to one request must have ended. Used from its event loop only.
 
-    It ends the task that makes the answer, and `TimeLimits` ends the entries, which a stream still
-    reads after that task.
+    It ends the task that makes the answer, and `infer.time_limited` ends the entries, which a
+    stream still reads after that task.
     """
 
     def __init__(self, seconds: float, source: str, arrival: float) -> None:

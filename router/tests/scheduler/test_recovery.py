@@ -14,7 +14,7 @@ from text_generation_router.errors import (
     QueueWaitError,
     UnhealthyError,
 )
-from text_generation_router.infer import TimeLimits
+from text_generation_router.infer import time_limited
 from text_generation_router.metrics import Metrics
 from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher
@@ -248,7 +248,6 @@ async def test_grammars_wait() -> None:
 
 async def test_time_passes_while_they_are_awaited() -> None:
     async with world(max_batch_size=1) as w:
-        limits = TimeLimits(w.batcher, max_queue_wait_s=0.1)
         ran, waits, waiting_reason = (w.submit((n,), 20) for n in range(3))
         await has_tokens(w, ran)
         w.may_come.clear()
@@ -256,9 +255,11 @@ async def test_time_passes_while_they_are_awaited() -> None:
         await until(lambda: w.shards.is_down)
         deadline = Deadline(0.3, "X-Request-Timeout", asyncio.get_running_loop().time())
         async with asyncio.timeout(5):
-            with limits.over([ran], deadline), limits.over([waits], None):
+            async with time_limited(w.batcher, [ran], deadline, 0.1):
+                with pytest.raises(QueueWaitError):
+                    async with time_limited(w.batcher, [waits], None, 0.1):
+                        raise AssertionError("its turn never comes")
                 # Its turn has come once, so that it is no longer in the queue's time.
-                assert isinstance((await collect(waits)).error, QueueWaitError)
                 assert isinstance((await collect(ran)).error, DeadlineError)
         assert w.shards.is_down
         check_integrity(w.batcher.planner)
