@@ -40,12 +40,17 @@ class RouterError(Exception):
         return self.logged or self.message
 
 
-class ValidationError(RouterError):
-    """A parameter is out of range; the sentence says which, and what is allowed."""
+class BadRequestError(RouterError):
+    """The request is wrong, and would be at any other time."""
 
     status_code = 422
     error_type = "validation"
     metric_label = "validation"
+
+
+class ValidationError(BadRequestError):
+    """A parameter is out of range; the sentence says which, and what is allowed."""
+
     prefix = "Input validation error: "
 
 
@@ -92,12 +97,11 @@ class GrammarError(ValidationError):
     logged = "Input validation error: the grammar can not be used"
 
 
-class AdapterNotFoundError(RouterError):
+class AdapterNotFoundError(BadRequestError):
     """The request names an adapter that is not served. The base model does not answer instead."""
 
     status_code = 404
     error_type = "adapter_not_found"
-    metric_label = "validation"
     logged = "`adapter_id` names an adapter that is not served"
 
     def __init__(self, adapter_id: str) -> None:
@@ -107,12 +111,10 @@ class AdapterNotFoundError(RouterError):
         )
 
 
-class TemplateError(RouterError):
+class TemplateError(BadRequestError):
     """The chat template is missing or broken, or refuses these messages."""
 
-    status_code = 422
     error_type = "template_error"
-    metric_label = "validation"
     prefix = "Template error: "
     logged = "Template error: the chat template refuses the messages, or is broken"
 
@@ -133,12 +135,10 @@ class NoTemplateError(TemplateError):
         )
 
 
-class ToolError(RouterError):
+class ToolError(BadRequestError):
     """The tools of a chat are invalid."""
 
-    status_code = 422
     error_type = "tool_error"
-    metric_label = "validation"
     prefix = "Tool error: "
     logged = "Tool error: the tools can not be used as they were given"
 
@@ -201,7 +201,6 @@ class GenerationError(RouterError):
 
     status_code = 424
     error_type = "generation"
-    metric_label = "generation"
 
     def __init__(self, sentence: str, detail: str = "") -> None:
         super().__init__(sentence, detail)
@@ -240,7 +239,6 @@ class UnhealthyError(RouterError):
 
     status_code = 503
     error_type = "healthcheck"
-    metric_label = "generation"
     retry_after_s = RETRY_S
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_generation_router.errors import RouterError, ValidationError
+from text_generation_router.errors import BadRequestError, ValidationError
 from text_generation_router.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -23,12 +23,11 @@ _BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _NAME = "qwen3-reranker"
 
 
-class NotARerankerError(RouterError):
+class NotARerankerError(BadRequestError):
     """The model can not score documents; the message says why."""
 
     status_code = 404
     error_type = "not_found"
-    metric_label = "validation"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from text_generation_router.api.body import BodyError, complaint_of, shape_error, short
 from text_generation_router.errors import (
+    BadRequestError,
     ContextLengthError,
     GrammarError,
     GrammarFailedError,
@@ -89,12 +90,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail = Field(description="The error.")
 
 
-class RequestError(RouterError):
+class RequestError(BadRequestError):
     """A request that one of OpenAI's routes can not serve; `param` names the field at fault."""
 
     status_code = 400
     error_type = "invalid_request_error"
-    metric_label = "validation"
 
     def __init__(self, sentence: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(sentence)

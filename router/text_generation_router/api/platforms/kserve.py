@@ -47,7 +47,7 @@ from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
 from text_generation_router.config import VERSION
-from text_generation_router.errors import RouterError, ValidationError
+from text_generation_router.errors import BadRequestError, ValidationError
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 
@@ -76,20 +76,16 @@ tgi_router = post_router("KServe", TGI_ERRORS, TensorRoute)
 open_router = post_router("KServe", STATUSES, TensorRoute)
 
 
-class Utf8Error(RouterError):
+class Utf8Error(BadRequestError):
     """An input whose bytes are no text."""
 
-    status_code = 422
     error_type = "utf8"
-    metric_label = "validation"
 
 
-class LengthMismatchError(RouterError):
+class LengthMismatchError(BadRequestError):
     """Not as many outputs are named as there are inputs."""
 
-    status_code = 422
     error_type = "length mismatch"
-    metric_label = "validation"
 
 
 @get(router, "/v2/health/live", summary="Liveness")
