@@ -1,6 +1,7 @@
 """transformers' modules over our cache and in our batches give the tokens of its own `generate`, in
 float32, whatever else a step computes."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import transformers
 from packaging.version import Version
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
-from text_generation_shard.errors import ModelError
+from text_generation_shard.errors import ModelError, UnsupportedError
+from text_generation_shard.models.hugging_face.config import TransformersConfig
+from text_generation_shard.models.hugging_face.split import check_plan, plan_of
 
 from integration_tests.marks import at_night
 from shard.tests.driver import Driver, load_engine
@@ -30,8 +33,11 @@ pytestmark = pytest.mark.slow
 # Capped scores; sinks and experts with biases; norms after, of whole queries; learned positions;
 # experts; latent attention; layers with a state.
 ALWAYS = ("gemma2", "gpt_oss", "olmo2", "gpt2", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_5_text")
+IS_OLD = Version(transformers.__version__) < Version("5.24")
 SINCE_5_24 = ("codegen", "gptj")
 NEW_TOKENS = 12
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+HEADING = "| --- | --- | --- | --- | --- |"
 SETTINGS = {"model_impl": "transformers"}
 # What the sentence says of each: transformers' code of Jamba and Mamba can not continue a text by
 # several tokens.
@@ -83,7 +89,7 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Each architecture in turn."""
     name: str = request.param
-    if name in SINCE_5_24 and Version(transformers.__version__) < Version("5.24"):
+    if name in SINCE_5_24 and IS_OLD:
         pytest.skip("this version of transformers computes its attention in its own way")
     directory = tmp_path_factory.mktemp("models") / name
     path = write_architecture(name, directory, **RARER.get(name, {}))
@@ -185,3 +191,33 @@ def test_a_configuration_for_which_the_code_of_transformers_fails_is_refused(
     path = write_architecture("glm4_moe_lite", tmp_path, **settings)
     with pytest.raises(ModelError, match="Glm4MoeLiteForCausalLM can not be computed"):
         load_engine(path, **SETTINGS)
+
+
+@pytest.mark.skipif(IS_OLD, reason="the table is of the newest version")
+def test_the_documents_say_how_it_is_served(served: Served) -> None:
+    """UPDATE_FROZEN=1 writes the row of each model into docs/models.md."""
+    row = row_of(served)
+    head, end = DOCUMENT.read_text("utf-8").split(f"\n{HEADING}\n"), "\n\n"
+    rows, behind = head[1].partition(end)[::2]
+    if os.environ.get("UPDATE_FROZEN") == "1":
+        name = row.split("|")[1]
+        others = [line for line in rows.splitlines() if line.split("|")[1] != name]
+        rows = "\n".join(sorted([*others, row], key=str.lower))
+        DOCUMENT.write_text(f"{head[0]}\n{HEADING}\n{rows}{end}{behind}", "utf-8")
+    assert row in rows.splitlines()
+
+
+def row_of(served: Served) -> str:
+    """What the table of models says of it."""
+    engine, model = served.engine, served.engine.model
+    config = model.config
+    assert isinstance(config, TransformersConfig)
+    kind = "kernels" if model.attention.name == "packed" else "torch"
+    try:
+        check_plan(plan_of(config.text, config.model_class), config.architecture)
+        ranks = "yes"
+    except UnsupportedError:
+        ranks = "no"
+    bits = "yes" if engine.is_deterministic else "no"
+    state = "state per request, no draft tokens" if model.state_bytes else ""
+    return f"| {config.architecture} | {kind} | {bits} | {ranks} | {state} |"
