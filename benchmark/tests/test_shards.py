@@ -27,9 +27,9 @@ async def test_a_batch_is_one_prefill_and_the_steps_behind_it(tmp_path: Path):
     seen = []
     prefill = shards.prefill
 
-    async def spy(batch_id, entries, *rest):
-        seen.extend(entries)
-        return await prefill(batch_id, entries, *rest)
+    async def spy(plan, *rest):
+        seen.extend(plan.admitted)
+        return await prefill(plan, *rest)
 
     shards.prefill = spy
     run = await bench.run(Shape(3, 20, 5))

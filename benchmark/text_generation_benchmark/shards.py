@@ -14,7 +14,6 @@ from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import Advance
 from text_generation_router.scheduler.watch import Shards
 from text_generation_router.tokenizer import Tokenizer
 
@@ -133,8 +132,7 @@ class Bench:
 
 def _plan(entries: list[Entry]) -> Plan:
     """A Prefill of these entries, or a Decode."""
-    advance = None if entries else Advance()
-    return Plan(admitted=entries, advance=advance, entries={}, chunks={}, asked=frozenset())
+    return Plan(admitted=entries, entries={}, chunks={}, asked=frozenset())
 
 
 async def warm_up(

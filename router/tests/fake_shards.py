@@ -13,7 +13,6 @@ from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
-    Advance,
     CachedBatch,
     GoneShardError,
     GrammarResult,
@@ -119,7 +118,7 @@ class FakeShards:
     memory: dict[int, int] = field(default_factory=dict)
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     passes: list[dict[int, int]] = field(default_factory=list)
-    advances: list[Advance | None] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
     trace_contexts: list[str] = field(default_factory=list)
     # Turns of the event loop that a call takes.
     turns: int = 1
@@ -215,50 +214,37 @@ class FakeShards:
         cached_batch_id: int | None = None,
         trace_context: str = "",
     ) -> StepResult:
-        if plan.admitted:
-            rest = cached_batch_id, plan.advance, trace_context
-            return await self.prefill(batch_id, plan.admitted, *rest)
-        assert plan.advance is not None
-        return await self.decode([batch_id], plan.advance, trace_context)
-
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
-    ) -> StepResult:
         self.trace_contexts.append(trace_context)
+        if plan.admitted:
+            return await self.prefill(plan, batch_id, cached_batch_id)
+        return await self.decode(plan, batch_id)
+
+    async def prefill(self, plan: Plan, batch_id: int, cached_batch_id: int | None) -> StepResult:
         # Copied immediately, as gRPC does: later changes by the router must not matter.
-        new = {entry.id: self._row(entry) for entry in entries}
-        parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in entries}
-        if advance is not None:
-            self._grow(advance, self.batches[cached_batch_id])
+        new = {entry.id: self._row(entry) for entry in plan.admitted}
+        parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in plan.admitted}
+        has_rows = len(plan.admitted) < len(plan.entries)
+        if has_rows:
+            self._grow(plan, self.batches[cached_batch_id])
         async with self._call("prefill", list(new)):
             assert new and (cached_batch_id is None) == (not self.batches), "rows left out"
-            assert advance is None or cached_batch_id is not None
-            self.advances.append(advance)
+            assert has_rows == (cached_batch_id is not None)
+            self.plans.append(plan)
             batch_id = batch_id if cached_batch_id is None else cached_batch_id
             rows = self.batches.setdefault(batch_id, {})
             # The earlier rows come first: they may write blocks that the new ones share.
-            old = {} if advance is None else self._apply(advance, rows)
+            old = self._apply(plan, rows) if has_rows else {}
             rows |= new
-            return self._step(batch_id, old | parts, 0 if advance is None else advance.speculate)
+            return self._step(batch_id, old | parts, plan.speculate)
 
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        self.trace_contexts.append(trace_context)
-        [batch_id] = batch_ids
-        async with self._call("decode", list(batch_ids), advance.is_ahead):
-            self.advances.append(advance)
-            rows = self.batches.get(batch_id, {}) if advance.is_ahead else self.batches[batch_id]
-            self._grow(advance, rows)
-            if advance.is_ahead and not rows:
+    async def decode(self, plan: Plan, batch_id: int) -> StepResult:
+        async with self._call("decode", [batch_id], plan.is_ahead):
+            self.plans.append(plan)
+            rows = self.batches.get(batch_id, {}) if plan.is_ahead else self.batches[batch_id]
+            self._grow(plan, rows)
+            if plan.is_ahead and not rows:
                 return StepResult([], [], [], [], None)
-            parts = self._apply(advance, rows)
-            return self._step(batch_id, parts, advance.speculate)
+            return self._step(batch_id, self._apply(plan, rows), plan.speculate)
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         async with self._call("filter", request_ids):
@@ -343,17 +329,18 @@ class FakeShards:
     def _text(self, before: object, token_id: int) -> int:
         return self.texts.setdefault((before, token_id), len(self.texts))
 
-    def _grow(self, advance: Advance, rows: dict[int, Row]) -> None:
+    def _grow(self, plan: Plan, rows: dict[int, Row]) -> None:
         """What is grown stays so, even if the step fails."""
-        for request_id, block_id in advance.grown_blocks:
-            if not (advance.is_ahead and request_id not in rows):
+        for request_id, block_id in plan.grown_blocks:
+            if not (plan.is_ahead and request_id not in rows):
                 assert block_id not in rows[request_id].table
                 rows[request_id].table.append(block_id)
 
-    def _apply(self, advance: Advance, rows: dict[int, Row]) -> dict[int, int]:
+    def _apply(self, plan: Plan, rows: dict[int, Row]) -> dict[int, int]:
         """How many tokens each row computes. All named rows exist."""
-        chunks = dict(advance.chunks)
-        assert len(chunks) == len(advance.chunks) and all(chunks.values())
+        new = {entry.id for entry in plan.admitted}
+        chunks = {i: num_tokens for i, num_tokens in plan.chunks.items() if i not in new}
+        assert all(chunks.values())
         unfinished = {request_id for request_id, row in rows.items() if row.is_unfinished}
         assert chunks.keys() <= unfinished
         assert all(num <= rows[request_id].left for request_id, num in chunks.items())

@@ -20,7 +20,6 @@ from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.shards import Advance
 from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
@@ -49,7 +48,7 @@ def make_request(
 
 def make_decode(num_prompt_tokens: int = 0, is_ahead: bool = False) -> Plan:
     """The plan of a Decode in which a row computes that much of its prompt."""
-    return Plan([], Advance(is_ahead=is_ahead), {}, {1: num_prompt_tokens}, frozenset())
+    return Plan([], {}, {1: num_prompt_tokens}, frozenset(), is_ahead=is_ahead)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
             return None
         watch = self._services.watch
         if watch.verdict is not None:
-            return ": ".join(filter(None, (watch.verdict, watch.detail)))
+            return str(watch.verdict)
         return self._services.batcher.failure
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:

@@ -21,8 +21,6 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 async def hangs(method: str) -> None:
     """Shards whose warm-up does not end."""
-    if method == "health":
-        raise GenerationError("Server error", "deadline exceeded")
     if method == "warmup":
         await asyncio.Event().wait()
 
@@ -45,7 +43,6 @@ class Place:
         self.told: list[str] = []
         self.listen()
         monkeypatch.setattr(reconnect, "ShardedClient", self)
-        monkeypatch.setattr(reconnect, "PATIENCE_S", 0.01)
         monkeypatch.setattr(reconnect, "GRACE_S", 0.1)
         config = RouterConfig(
             tokenizer_name="",
@@ -142,7 +139,6 @@ async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None
     [
         GenerationError("the shard listens and has not answered for 1 s"),
         failing(GoneShardError("Could not connect")),
-        FakeShards(hook=hangs),
     ],
 )
 async def test_those_that_are_lost_at_once_have_followers(
@@ -159,23 +155,8 @@ async def test_those_that_are_lost_at_once_have_followers(
     assert isinstance(first, GenerationError) or first.is_closed
 
 
-async def test_health_checks_that_fail_at_once_leave_a_warm_up_its_time(place: Place) -> None:
-    async def warms_up(method: str) -> None:
-        if method == "health":
-            raise GenerationError("Server error", "busy")
-        if method == "warmup":
-            await asyncio.sleep(1.5 * reconnect.PATIENCE_S)
-
-    place.found = [shards := FakeShards(hook=warms_up)]
-    again = place.again()
-    place.listen()
-    async with asyncio.timeout(1):
-        assert await again is shards
-
-
 async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     hanging, second = FakeShards(hook=hangs), FakeShards()
-    reconnect.PATIENCE_S = 100.0
     place.found = [hanging, second]
     again = place.again()
     place.listen()

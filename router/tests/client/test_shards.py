@@ -28,7 +28,7 @@ from router.tests.waiting import until
 
 def make_prefill() -> Plan:
     """The plan of a Prefill of one new row."""
-    return Plan([make_entry()], None, {}, {}, frozenset())
+    return Plan([make_entry()], {}, {}, frozenset())
 
 
 class Rank(pb_grpc.TextGenerationServiceServicer):
@@ -138,7 +138,7 @@ CALLS: list[Callable[[ShardedClient], Any]] = [
     lambda client: client.clear_cache(3),
     lambda client: client.health(),
     lambda client: client.info(),
-    lambda client: client.warmup(100, 8),
+    lambda client: client.warmup(max_prefill_tokens=100, max_batch_size=8),
     lambda client: client.compile_grammar("no start", 5.0),
 ]
 

@@ -1,6 +1,7 @@
 """Values to messages and back; and that no field of the contract was forgotten."""
 
 import math
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -12,7 +13,7 @@ from text_generation_router.request import FinishReason, Pooling, Request, Stopp
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import Advance, CachedBatch
+from text_generation_router.scheduler.shards import CachedBatch
 
 from router.tests.scheduling import make_tokenizer
 
@@ -50,12 +51,19 @@ def make_entry() -> Entry:
     return entry
 
 
-ADVANCE = Advance([(11, 7), (12, 8)], [(13, 16), (14, 2)], speculate=3, is_ahead=True)
+OLD: dict[str, Any] = {
+    "entries": {},
+    "chunks": {13: 16, 14: 2, 11: 1},
+    "asked": frozenset(),
+    "grown_blocks": [(11, 7), (12, 8)],
+    "speculate": 3,
+    "is_ahead": True,
+}
 
 
-def make_plan(advance: Advance | None) -> Plan:
-    """A Prefill of one new row."""
-    return Plan([make_entry()], advance, {}, {}, frozenset())
+def make_prefill(*entries: Entry) -> Plan:
+    """The plan of a Prefill beside old rows."""
+    return Plan(list(entries) or [make_entry()], **OLD)
 
 
 def unset_fields(message: Message) -> set[str]:
@@ -65,7 +73,7 @@ def unset_fields(message: Message) -> set[str]:
 
 
 def test_a_request_goes_over_whole() -> None:
-    batch = translate.to_prefill(make_plan(None), 3, None, "", 1).batch
+    batch = translate.to_prefill(make_prefill(), 3, None, "", 1).batch
     [request] = batch.requests
     assert (batch.id, request.id) == (3, 11)
     assert list(request.input_ids) == [5, 6, 7] and request.num_prompt_tokens == 3
@@ -102,7 +110,7 @@ def test_a_preempted_request_brings_what_it_has_generated() -> None:
 
 
 def test_decode() -> None:
-    request = translate.to_decode(ADVANCE, 4, "", 1)
+    request = translate.to_decode(Plan([], **OLD | {"chunks": {13: 16, 14: 2}}), 4, "", 1)
     assert list(request.batch_ids) == [4]
     check_advance(request.advance)
 
@@ -115,11 +123,11 @@ def check_advance(advance: pb.Advance) -> None:
 
 
 def test_prefill() -> None:
-    request = translate.to_prefill(make_plan(ADVANCE), 3, 2, "", 1)
+    request = translate.to_prefill(make_prefill(), 3, 2, "", 1)
     assert (request.batch.id, request.cached_batch_id) == (3, 2)
     assert [one.id for one in request.batch.requests] == [11]
     check_advance(request.advance)
-    first = translate.to_prefill(make_plan(None), 3, None, "", 1)
+    first = translate.to_prefill(make_prefill(), 3, None, "", 1)
     assert not first.HasField("cached_batch_id") and not first.HasField("advance")
 
 

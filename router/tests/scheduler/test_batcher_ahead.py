@@ -20,7 +20,7 @@ def slow(**options: Any) -> FakeShards:
 
 def num_ahead(shards: FakeShards) -> int:
     """Of the steps so far, how many were launched ahead."""
-    return sum(advance is not None and advance.is_ahead for advance in shards.advances)
+    return sum(plan.is_ahead for plan in shards.plans)
 
 
 async def test_one_request_alone() -> None:
@@ -44,9 +44,9 @@ async def test_with_draft_tokens(speculate: int) -> None:
     async with running(slow(), runs_ahead=True, speculate=speculate) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 40) for n in range(3)))
         assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 40) for n in range(3)]
-        assert num_ahead(rig.shards) == len(rig.shards.advances) - 2
-        drafting = [one for one in rig.shards.advances if one is not None and one.is_ahead]
-        assert {one.speculate for one in drafting} == {speculate}
+        assert num_ahead(rig.shards) == len(rig.shards.plans) - 2
+        drafting = [plan for plan in rig.shards.plans if plan.is_ahead]
+        assert {plan.speculate for plan in drafting} == {speculate}
         assert len(rig.shards.passes) < 30
 
 
@@ -58,7 +58,7 @@ async def test_an_unforeseen_end() -> None:
         assert outcome.generated.finish_reason is FinishReason.EOS_TOKEN
         await rig.settle()
         # The last step found no row, and did nothing.
-        assert len(shards.passes) == 4 and len(shards.advances) == 5
+        assert len(shards.passes) == 4 and len(shards.plans) == 5
         steps = rig.metrics.batch_inference_success.value(method="decode")
         assert steps == 4 == rig.metrics.batch_inference_count.value(method="decode")
         assert rig.metrics.batch_forward_duration.count(method="decode") == 3

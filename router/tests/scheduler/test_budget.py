@@ -16,7 +16,6 @@ def test_a_prompt_is_computed_in_parts_while_rows_decode() -> None:
     assert [plan.chunks for plan in parts] == [{1: 8}, {1: 8}, {1: 5}, {}]
     assert [sorted(plan.asked) for plan in parts] == [[0], [0], [0, 1], [0, 1]]
     assert [ids(plan) for plan in parts] == [[1], [], [], []]
-    assert parts[1].advance.chunks == [(1, 8)]
 
 
 def test_the_oldest_prompt_comes_first_and_the_rest_of_the_budget_is_for_the_next() -> None:

@@ -17,8 +17,8 @@ def test_fewer_draft_tokens_where_blocks_are_short(num_blocks: int, drafted: int
     desk.step()
     plan = desk.step()
     assert plan.asked == {0, 1} and desk.planner.num_preempted == 0
-    assert plan.advance.speculate == drafted
-    assert len(plan.advance.grown_blocks) == (2 if drafted else 0)
+    assert plan.speculate == drafted
+    assert len(plan.grown_blocks) == (2 if drafted else 0)
 
 
 # As above: rows of 4 tokens may have 9 at the end of the step, and 13 after the next one.
@@ -36,8 +36,8 @@ def test_a_step_ahead_has_blocks_for_all_tokens_the_step_before_may_give(
     if drafted is None:
         assert ahead is None
     else:
-        assert ahead.advance.is_ahead and ahead.advance.speculate == drafted
-        assert len(ahead.advance.grown_blocks) == num_grown
+        assert ahead.is_ahead and ahead.speculate == drafted
+        assert len(ahead.grown_blocks) == num_grown
 
 
 # Two rows with room for 12 tokens each; a third entry waits: for a row, for blocks, or for nothing.

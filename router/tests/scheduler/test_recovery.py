@@ -225,7 +225,7 @@ async def test_no_shards_any_more() -> None:
         for entry in (running, other):
             error = (await collect(entry)).error
             assert isinstance(error, GenerationError) and "other KV blocks" in str(error)
-        assert w.shards.verdict is not None and "other KV blocks" in w.shards.verdict
+        assert w.shards.verdict is not None and "other KV blocks" in str(w.shards.verdict)
         with pytest.raises(UnhealthyError):
             w.submit((1,), 3)
         with pytest.raises(NoShardsError):

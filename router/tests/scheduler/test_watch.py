@@ -111,7 +111,7 @@ async def test_hung_shards_are_given_up_for_good(
     with pytest.raises(LostStepError, match=verdict):
         await watched.clear_cache(1)
     assert asyncio.get_running_loop().time() - began == pytest.approx(lasted_s)
-    assert watched.verdict == verdict and told == [verdict]
+    assert str(watched.verdict).startswith(verdict) and told == [verdict]
     shards.call_s = 0.0
     for call in (watched.step(make_decode(), 1), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):

@@ -86,9 +86,8 @@ def failure(outcomes: Sequence[object]) -> BaseException | None:
         )
     if not errors:
         return None
-    is_lost = len(errors) < len(outcomes)
     rank = min(errors, key=lambda rank: _is_about_another(rank, errors[rank]))
-    error = generation_error(errors[rank], is_lost, f"shard {rank}: ")
+    error = generation_error(errors[rank], len(errors) < len(outcomes), f"shard {rank}: ")
     if any(map(is_gone, errors.values())) and isinstance(error, GenerationError):
         return GoneShardError(*error.args)
     return error

@@ -10,14 +10,11 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import LostStepError
-from text_generation_router.scheduler.watch import NUM_QUESTIONS, silence_of
 
 # How often the socket is checked for a replacement.
 POLL_S = 0.02
 # A shard whose socket is still the old one after this has not ended: the launcher must end it.
 GRACE_S = 1.0
-# Interval of health checks while new shards warm up.
-PATIENCE_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,8 @@ _Identity = tuple[int, int, int]
 class Reconnection:
     """Knows the socket of the last shards: new ones have another one at the same path.
 
-    The shards that it returns serve the same model within the same limits, and are warm.
+    The shards that it returns serve the same model within the same limits, and are warm. The
+    launcher ends those that are not warm in time.
     """
 
     def __init__(self, config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
@@ -77,14 +75,11 @@ class Reconnection:
         except GenerationError as error:
             # Some may have failed before they listened; the launcher starts new ones.
             raise LostStepError(*error.args) from error
-        watch = asyncio.ensure_future(_close_silent(shards))
         try:
             await self._warm_up(shards)
         except BaseException:
             await shards.close()
             raise
-        finally:
-            watch.cancel()
         return shards
 
     async def _warm_up(self, shards: ShardedClient) -> None:
@@ -108,16 +103,6 @@ class Reconnection:
             new, old = getattr(info, name), getattr(self._info, name)
             if new != old and name not in ("last_number", "spares_core"):
                 raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
-
-
-async def _close_silent(shards: ShardedClient) -> None:
-    """Closes the connection after NUM_QUESTIONS unanswered health checks in a row."""
-    num_unanswered = 0
-    while num_unanswered < NUM_QUESTIONS:
-        await asyncio.sleep(PATIENCE_S)
-        is_silent = await silence_of(shards, num_questions=1)
-        num_unanswered = num_unanswered + 1 if is_silent else 0
-    await shards.close()
 
 
 def _identity(path: str) -> _Identity | None:

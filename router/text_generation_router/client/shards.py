@@ -22,8 +22,6 @@ from text_generation_router.scheduler.shards import (
     StepResult,
 )
 
-__all__ = ["ShardInfo", "ShardedClient", "WarmupResult"]
-
 _Answer = TypeVar("_Answer")
 _Merge = Callable[[list[Any]], _Answer]
 
@@ -121,25 +119,10 @@ class ShardedClient:
             "Info", pb.InfoRequest(), lambda found: answers.merge_infos([*map(from_info, found)])
         )
 
-    async def warmup(
-        self,
-        max_prefill_tokens: int,
-        max_batch_size: int,
-        max_input_tokens: int | None = None,
-        max_total_tokens: int | None = None,
-        max_batch_total_tokens: int | None = None,
-        num_snapshots: int | None = None,
-    ) -> WarmupResult:
-        """Allocates the KV cache; None leaves a limit to the shards. All in tokens or rows."""
-        request = pb.WarmupRequest(
-            max_prefill_tokens=max_prefill_tokens,
-            max_batch_size=max_batch_size,
-            max_input_tokens=max_input_tokens,
-            max_total_tokens=max_total_tokens,
-            max_batch_total_tokens=max_batch_total_tokens,
-            num_snapshots=num_snapshots,
-            number=self._next_number(),
-        )
+    async def warmup(self, **limits: int | None) -> WarmupResult:
+        """Allocates the KV cache within limits, the fields of WarmupRequest; None leaves one to the
+        shards."""
+        request = pb.WarmupRequest(**limits, number=self._next_number())
         result = await self._call("Warmup", request, translate.from_warmup)
         # Ranks wait this long for one another from now on.
         self.answer_s = result.rank_deadline_s or self.answer_s
@@ -147,9 +130,8 @@ class ShardedClient:
 
     async def health(self) -> None:
         """Returns if every shard is healthy."""
-        calls = [
-            rank.stub.Health(pb.HealthRequest(), timeout=_HEALTH_TIMEOUT_S) for rank in self._ranks
-        ]
+        request, timeout_s = pb.HealthRequest(), _HEALTH_TIMEOUT_S
+        calls = [rank.stub.Health(request, timeout=timeout_s) for rank in self._ranks]
         await _merged(calls, _nothing, None)
 
     def step(
@@ -165,8 +147,7 @@ class ShardedClient:
         if plan.admitted:
             prefill = translate.to_prefill(plan, batch_id, cached_batch_id, trace_context, number)
             return self._call("Prefill", prefill, merge)
-        assert plan.advance is not None, "a step without newcomers has rows"
-        decode = translate.to_decode(plan.advance, batch_id, trace_context, number)
+        decode = translate.to_decode(plan, batch_id, trace_context, number)
         return _merged([rank.decode(decode) for rank in self._ranks], merge, self.answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:

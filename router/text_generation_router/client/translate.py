@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
@@ -9,7 +10,7 @@ from text_generation_proto import pb
 from text_generation_router.request import FinishReason, Pooling, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
+from text_generation_router.scheduler.shards import CachedBatch, GrammarResult, StepResult
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_NONE: None,
@@ -120,30 +121,32 @@ def to_prefill(
     return pb.PrefillRequest(
         batch=pb.Batch(id=batch_id, requests=map(_to_request, plan.admitted)),
         cached_batch_id=cached_batch_id,
-        advance=None if plan.advance is None else _to_advance(plan.advance),
+        advance=None if cached_batch_id is None else _to_advance(plan),
         trace_context=trace_context,
         number=number,
     )
 
 
-def to_decode(advance: Advance, batch_id: int, trace_context: str, number: int) -> pb.DecodeRequest:
+def to_decode(plan: Plan, batch_id: int, trace_context: str, number: int) -> pb.DecodeRequest:
     """One step for the rows of a batch."""
     return pb.DecodeRequest(
         batch_ids=[batch_id],
-        advance=_to_advance(advance),
+        advance=_to_advance(plan),
         trace_context=trace_context,
         number=number,
     )
 
 
-def _to_advance(advance: Advance) -> pb.Advance:
+def _to_advance(plan: Plan) -> pb.Advance:
+    new = {entry.id for entry in plan.admitted}
+    chunks = [(i, num_tokens) for i, num_tokens in plan.chunks.items() if i not in new]
     return pb.Advance(
-        grown_request_ids=[request_id for request_id, _ in advance.grown_blocks],
-        grown_block_ids=[block_id for _, block_id in advance.grown_blocks],
-        chunk_request_ids=[request_id for request_id, _ in advance.chunks],
-        chunk_lens=[num_tokens for _, num_tokens in advance.chunks],
-        speculate=advance.speculate,
-        is_ahead=advance.is_ahead,
+        grown_request_ids=[request_id for request_id, _ in plan.grown_blocks],
+        grown_block_ids=[block_id for _, block_id in plan.grown_blocks],
+        chunk_request_ids=[request_id for request_id, _ in chunks],
+        chunk_lens=[num_tokens for _, num_tokens in chunks],
+        speculate=plan.speculate,
+        is_ahead=plan.is_ahead,
     )
 
 
@@ -203,15 +206,11 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
 def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
     """The result of all ranks: the least of each limit, the sum of the bytes, the times of the
     slowest rank."""
-    return WarmupResult(
-        num_blocks=min(r.num_blocks for r in responses),
-        max_input_tokens=min(r.max_input_tokens for r in responses),
-        max_total_tokens=min(r.max_total_tokens for r in responses),
-        kv_cache_bytes=sum(r.kv_cache_bytes for r in responses),
-        weights_bytes=sum(r.weights_bytes for r in responses),
-        decode_step_ns=max(r.decode_step_ns for r in responses),
-        prefill_token_ns=max(r.prefill_token_ns for r in responses),
-        prefill_context_ns=max(r.prefill_context_ns for r in responses),
-        rank_deadline_s=max(r.rank_deadline_ms for r in responses) / 1000,
-        num_snapshots=min(r.num_snapshots for r in responses),
-    )
+    values: dict[str, Any] = {}
+    for field in fields(WarmupResult):
+        merge = sum if field.name.endswith("_bytes") else min
+        merge = max if field.name.endswith("_ns") else merge
+        if field.name != "rank_deadline_s":
+            values[field.name] = merge(getattr(response, field.name) for response in responses)
+    deadline_ms = max(response.rank_deadline_ms for response in responses)
+    return WarmupResult(**values, rank_deadline_s=deadline_ms / 1000)

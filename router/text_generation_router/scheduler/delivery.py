@@ -48,7 +48,7 @@ class Meter:
         for entry in plan.admitted:
             metrics.prefix_cache_queried_tokens.inc(entry.num_inputs)
             metrics.prefix_cache_hit_tokens.inc(entry.num_cached_tokens)
-        if plan.advance is not None:
+        if len(plan.admitted) < len(plan.entries):
             waiting_reason = "backpressure" if self._planner.may_wait else "wait_exceeded"
             metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else waiting_reason)
 

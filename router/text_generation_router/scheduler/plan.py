@@ -1,11 +1,10 @@
 """The plan of one step, and the limits of all steps."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,19 @@ class Plan:
 
     # New rows; empty: it is a Decode.
     admitted: list[Entry]
-    # How the rows on the shards go on; None: there are none.
-    advance: Advance | None
-    # All running entries.
+    # All running entries; those that are not new have rows on the shards.
     entries: dict[int, Entry]
-    # Scheduled prompt tokens by entry.
+    # Scheduled prompt tokens by entry; other unfinished prompts get none.
     chunks: dict[int, int]
     # Entries that get a token.
     asked: frozenset[int]
+    # (entry id, new last block of its table), applied before the step.
+    grown_blocks: Sequence[tuple[int, int]] = ()
+    # Most draft tokens of each row that gets a token; the block tables have room for them.
+    speculate: int = 0
+    # The step before is not answered yet: rows that end in it are skipped, and without other rows
+    # the answer is empty.
+    is_ahead: bool = False
 
     @property
     def num_decoding(self) -> int:

@@ -15,7 +15,7 @@ from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.entry_blocks import EntryBlocks
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.prefix_cache import PendingBlocks
-from text_generation_router.scheduler.shards import Advance, StepResult
+from text_generation_router.scheduler.shards import StepResult
 
 _RANK = attrgetter("rank")
 
@@ -127,16 +127,12 @@ class Planner:
             return None
         self._num_steps = 1 if admitted else self._num_steps + 1
         asked = frozenset(self.running.keys() - _unfinished(self.running.values(), chunks))
-        advance = None
-        if rows:
-            speculate = self._limits.speculate
-            if speculate:
-                getting = [entry for entry in rows if entry.id in asked]
-                speculate = self._num_draft_tokens(getting, 0)
-                grown_blocks += self.blocks.take_missing(getting, speculate)
-            parts = [(row.id, chunks[row.id]) for row in rows if row.id in chunks]
-            advance = Advance(grown_blocks, parts, speculate)
-        return Plan(admitted, advance, self.running.copy(), chunks, asked)
+        speculate = self._limits.speculate if rows else 0
+        if speculate:
+            getting = [entry for entry in rows if entry.id in asked]
+            speculate = self._num_draft_tokens(getting, 0)
+            grown_blocks += self.blocks.take_missing(getting, speculate)
+        return Plan(admitted, self.running.copy(), chunks, asked, grown_blocks, speculate)
 
     def is_unchanged(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is in flight, decodes the same entries, except for
@@ -155,17 +151,15 @@ class Planner:
         """
         if not self.is_unchanged(plan):
             return None
-        assert plan.advance is not None, "a plan without newcomers has rows"
         going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
         # How many tokens each has gained by then, if all draft tokens in `plan` are right.
-        num_more = 1 + plan.advance.speculate
+        num_more = 1 + plan.speculate
         if not going_on or not self.blocks.has_room(going_on, num_more):
             return None
         self._num_steps += 1
         speculate = self._num_draft_tokens(going_on, num_more)
         grown_blocks = self.blocks.take_missing(going_on, num_more + speculate)
-        advance = Advance(grown_blocks, speculate=speculate, is_ahead=True)
-        return Plan([], advance, plan.entries, {}, plan.asked)
+        return Plan([], plan.entries, {}, plan.asked, grown_blocks, speculate, is_ahead=True)
 
     # ---- The prefill budget ----
 
@@ -234,7 +228,7 @@ class Planner:
         running, first = self.running, self.queue.first()
         if first is None:
             return False
-        most = 1 + (plan.advance.speculate if plan.advance is not None else 0)
+        most = 1 + plan.speculate
         if any(entry.num_tokens + most >= entry.max_context for entry in plan.entries.values()):
             return True  # an entry ends and frees its blocks
         if len(running) >= self._limits.max_batch_size:

@@ -34,21 +34,6 @@ class CachedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """How the rows of a batch go on in a step."""
-
-    # (request id, new last block of its table), applied before the step.
-    grown_blocks: Sequence[tuple[int, int]] = ()
-    # (request id, scheduled tokens of its input); other unfinished prompts get none.
-    chunks: Sequence[tuple[int, int]] = ()
-    # Most draft tokens of each request that gets a token; the block tables have room for them.
-    speculate: int = 0
-    # The step before is not answered yet: rows that end in it are skipped, and without other rows
-    # the answer is empty.
-    is_ahead: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class GrammarResult:
     """The shards' answer about a grammar."""
 

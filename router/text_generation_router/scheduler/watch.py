@@ -61,8 +61,8 @@ class Shards(Protocol):
     ) -> Awaitable[StepResult]:
         """Prefill, if there are new rows: computes their first `chunk_len` uncached tokens;
         complete ones get a token. With `cached_batch_id` they join that batch, which keeps its id.
-        With `plan.advance` its rows go on in the same pass, before the new ones, which can share
-        the blocks written there. If it fails, the cached batch is unchanged and the new rows are
+        Its rows go on in the same pass, before the new ones, which can share the blocks written
+        there. If it fails, the cached batch is unchanged and the new rows are
         free. Otherwise Decode: advances every row of the batch `batch_id`.
 
         The message is on its way after one turn of the event loop. `trace_context`: the span above
@@ -137,10 +137,8 @@ class WatchedShards:
         """`connect` waits for new shards, and calls its argument with a sentence while the old ones
         have not ended. If it raises GenerationError, no more shards are awaited. Without it lost
         shards are not replaced, and their end is not noticed: the supervisor notices it."""
-        self.verdict: str | None = None
+        self.verdict: GenerationError | None = None
         """Why no shards will come any more; None while they may."""
-        self.detail = ""
-        """The error of the last health check, which may name sockets; for the log."""
         self.num_losses = 0
         """How often shards were lost that can be replaced."""
         self.error: GenerationError = LostStepError("The shards are lost")
@@ -269,11 +267,11 @@ class WatchedShards:
             looked = now
             oldest = self._calls[0] if self._calls else None
             if self._question is not None and self._question.done():
-                self.detail, self._question = self._question.result(), None
+                detail, self._question = self._question.result(), None
                 next_question = now + PATIENCE_S
-                if self.detail and oldest is not None and oldest is asked:
+                if detail and oldest is not None and oldest is asked:
                     lasted_s = now - oldest.since
-                    self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s")
+                    self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s", detail)
             elif oldest is None:
                 if self._connect is not None and shards.may_be_gone:
                     with suppress(GenerationError):
@@ -310,7 +308,7 @@ class WatchedShards:
         """Returns when shards are connected; raises NoShardsError if none will come."""
         await self._is_settled.wait()
         if self.verdict is not None:
-            raise NoShardsError(self.verdict, self.detail)
+            raise NoShardsError(*self.verdict.args)
 
     async def close(self) -> None:
         """Ends all tasks and closes the connection. Nothing can be called any more."""
@@ -319,11 +317,11 @@ class WatchedShards:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connection.close()
 
-    def _declare_lost(self, why: str) -> None:
-        """They do not answer, but may still run."""
+    def _declare_lost(self, why: str, detail: str = "") -> None:
+        """They do not answer, but may still run. `detail`: for the log, may name sockets."""
         if not self.is_down:
             self.report_loss(why)
-            self._lose(GenerationError(why, self.detail))
+            self._lose(GenerationError(why, detail))
 
     def _lose(self, error: GenerationError) -> None:
         """Once for each connection, which is closed: all calls in flight fail."""
@@ -332,7 +330,7 @@ class WatchedShards:
             self._question.cancel()
             self._question = None
         if self._connect is None:
-            self.verdict, self.detail = error.args
+            self.verdict = error
             self._begin(self._connection.close())
             return
         logger.warning("The shards are lost; waiting for new ones: %s", error)
@@ -343,7 +341,6 @@ class WatchedShards:
 
     def _serve_with(self, shards: Shards) -> None:
         self._connection = self._shards = shards
-        self.detail = ""
         self._is_settled.set()
         self._begin(self._watch(shards))
 
@@ -355,7 +352,7 @@ class WatchedShards:
             if not isinstance(error, GenerationError):
                 logger.exception("Waiting for new shards has failed; this is a bug in the router")
             logger.error("The shards can not be replaced: %s", error)
-            self.verdict, self.detail = f"The shards can not be replaced: {error}", ""
+            self.verdict = GenerationError(f"The shards can not be replaced: {error}")
             self._is_settled.set()
             self.on_loss()
             return
