@@ -32,11 +32,11 @@ from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.deadline import StepDeadlines
 from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS,
     NUM_QUESTIONS_TO_SEVERAL,
     Shards,
+    StepDeadlines,
     Trace,
     WatchedShards,
     untraced,

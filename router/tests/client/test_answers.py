@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 import pytest
 from text_generation_proto import pb
-from text_generation_router.client import answers
+from text_generation_router.client.shards import failure, merge_infos, merge_steps
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import LostStepError, SilentShardError
@@ -48,21 +48,21 @@ DEAD = error("UNAVAILABLE", "Socket closed")
     ],
 )
 def test_why_a_call_has_failed(outcomes: list[object], sentence: str, is_lost: bool) -> None:
-    failure = answers.failure(outcomes)
-    assert isinstance(failure, GenerationError) and str(failure) == sentence
-    assert isinstance(failure, LostStepError) is is_lost
+    found = failure(outcomes)
+    assert isinstance(found, GenerationError) and str(found) == sentence
+    assert isinstance(found, LostStepError) is is_lost
     # The client's error names neither the shard's socket nor its files.
-    assert "out of memory" not in failure.message and "Socket" not in failure.message
+    assert "out of memory" not in found.message and "Socket" not in found.message
 
 
 def test_a_call_that_has_not_failed() -> None:
-    assert answers.failure([pb.StepResponse(), pb.StepResponse()]) is None
+    assert failure([pb.StepResponse(), pb.StepResponse()]) is None
 
 
 def test_a_shard_is_silent_while_others_have_answered() -> None:
-    failure = answers.failure([pb.StepResponse(), None])
-    assert isinstance(failure, SilentShardError)
-    assert "shard 1 did not answer, though others have" in failure.message
+    found = failure([pb.StepResponse(), None])
+    assert isinstance(found, SilentShardError)
+    assert "shard 1 did not answer, though others have" in found.message
 
 
 @pytest.mark.parametrize(
@@ -75,27 +75,27 @@ def test_a_shard_is_silent_while_others_have_answered() -> None:
 )
 def test_ranks_that_chose_other_tokens(digests: list[int], sentence: str) -> None:
     with pytest.raises(LostStepError) as caught:
-        answers.merge_steps(17, [pb.StepResponse(digest=digest) for digest in digests])
+        merge_steps(17, [pb.StepResponse(digest=digest) for digest in digests])
     # It names only numbers, and clients get it.
     assert str(caught.value).startswith(f"Server error: {sentence}")
     assert sentence in caught.value.message
 
 
 def test_ranks_that_chose_the_same() -> None:
-    answers.merge_steps(17, [pb.StepResponse(digest=2**64 - 1)] * 3)
+    merge_steps(17, [pb.StepResponse(digest=2**64 - 1)] * 3)
     generations = pb.Generations(request_ids=[3], token_ids=[4], logprobs=[0.0], finish_reasons=[0])
     first = pb.StepResponse(generations=generations, digest=7, forward_ns=100, decode_ns=1)
-    step = answers.merge_steps(17, [first, pb.StepResponse(digest=7, forward_ns=200)])
+    step = merge_steps(17, [first, pb.StepResponse(digest=7, forward_ns=200)])
     assert step.token_ids == (4,) and (step.forward_ns, step.shard_ns) == (100, [101, 200])
     # A single rank has no other to agree with.
-    assert answers.merge_steps(17, [pb.StepResponse()]).shard_ns == ()
+    assert merge_steps(17, [pb.StepResponse()]).shard_ns == ()
 
 
 def test_shards_of_one_model() -> None:
     behind = replace(OTHER, last_number=5, spares_core=False)
-    assert answers.merge_infos([INFO, behind]) == replace(INFO, last_number=5, spares_core=False)
+    assert merge_infos([INFO, behind]) == replace(INFO, last_number=5, spares_core=False)
     alone = replace(INFO, world_size=1)
-    assert answers.merge_infos([alone]) == alone
+    assert merge_infos([alone]) == alone
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_shards_of_one_model() -> None:
 )
 def test_shards_that_contradict_each_other(infos: list[ShardInfo], sentence: str) -> None:
     with pytest.raises(GenerationError) as caught:
-        answers.merge_infos(infos)
+        merge_infos(infos)
     assert str(caught.value).startswith(sentence)

@@ -5,12 +5,11 @@ import asyncio
 import pytest
 from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
 from text_generation_router.scheduler.shards import (
     LostStepError,
     StepResult,
 )
-from text_generation_router.scheduler.watch import WatchedShards
+from text_generation_router.scheduler.watch import UNMEASURED_S, StepDeadlines, WatchedShards
 
 from router.tests.scheduling import (
     FakeShards,
