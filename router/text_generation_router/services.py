@@ -33,8 +33,6 @@ from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.watch import (
-    NUM_QUESTIONS,
-    NUM_QUESTIONS_TO_SEVERAL,
     Shards,
     StepDeadlines,
     Trace,
@@ -168,9 +166,7 @@ def assemble(
     scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config, info)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
-    deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
-    num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
-
+    deadlines = _step_deadlines(config, info, warmup, scheduler_limits)
     connect: Reconnection | None = None
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
@@ -181,7 +177,7 @@ def assemble(
 
         trace = StepTrace(tracing)
     note_restart = partial(metrics.restarts.inc, process="shard")
-    watch = WatchedShards(shards, deadlines, num_questions, connect, note_restart, trace)
+    watch = WatchedShards(shards, deadlines, connect, note_restart, trace)
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, config.resume_streams)
     grammars = GrammarCompiler(watch, not config.disable_grammar_support, tokenizer.added_ids())
     validation = Validation(limits, tokenizer, metrics, grammars)
@@ -217,15 +213,10 @@ def assemble(
 
 
 def _step_deadlines(
-    config: RouterConfig, info: ShardInfo, warmup: WarmupResult, costs: StepCosts
+    config: RouterConfig, info: ShardInfo, warmup: WarmupResult, limits: SchedulerLimits
 ) -> StepDeadlines:
-    deadlines = StepDeadlines.measured(
-        costs,
-        config.batch_rows,
-        config.speculate,
-        warmup.max_total_tokens,
-        is_on_gpu=info.device_type != "cpu",
-    )
+    is_on_gpu = info.device_type != "cpu"
+    deadlines = StepDeadlines.measured(limits, warmup.max_total_tokens, is_on_gpu)
     if config.step_deadline is not None:
         expected_s = deadlines.work_s(config.max_batch_prefill_tokens)
         if config.step_deadline < expected_s:

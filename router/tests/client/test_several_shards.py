@@ -198,7 +198,7 @@ async def test_the_silent_rank_is_named_in_the_log(
     monkeypatch.setattr(client_shards, "_HEALTH_TIMEOUT_S", 0.05)
     async with serving(tmp_path, 2) as (client, ranks):
         ranks[1].delay_s = 3600
-        watched = WatchedShards(client, num_questions=2)
+        watched = WatchedShards(client)
         with pytest.raises(LostStepError) as caught:
             await asyncio.wait_for(watched.step(make_decode(), 3), 5)
         assert watched.verdict is not None
@@ -206,7 +206,7 @@ async def test_the_silent_rank_is_named_in_the_log(
         assert why.startswith("The shards have not answered for")
         assert detail == "Server error: shard 1: Deadline Exceeded"
         assert "shard 1" not in caught.value.message and "shard 1" in str(caught.value)
-        assert sum(isinstance(request, pb.HealthRequest) for request in ranks[1].asked) == 2
+        assert sum(isinstance(request, pb.HealthRequest) for request in ranks[1].asked) == 4
 
 
 async def test_an_end_is_noticed_without_a_call(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from router.tests.scheduling import (
     FakeShards,
     expected_ids,
     make_decode,
+    make_limits,
     running,
 )
 from router.tests.virtual_time import VirtualTime
@@ -94,7 +95,7 @@ async def test_a_call_that_ends_while_they_are_asked_is_not_given_up() -> None:
 @pytest.mark.parametrize(
     ("answer_s", "longest_s", "verdict", "lasted_s"),
     [
-        (3600.0, UNMEASURED_S, "The shards have not answered for 22 s", 21.75),
+        (3600.0, UNMEASURED_S, "The shards have not answered for 25 s", 25.25),
         (0.0, 3 * PATIENCE_S, "The shards have not finished a step within 15 s", 15.25),
         (3600.0, PATIENCE_S / 2, "The shards have not finished a step within 2.5 s", 2.75),
     ],
@@ -180,15 +181,18 @@ async def test_a_prompt_gives_a_step_more_time() -> None:
 
 
 def test_how_long_a_step_may_take() -> None:
-    measured = StepDeadlines.measured
-    assert measured(StepCosts(), 128, 0, 4096, is_on_gpu=False).of(4096) == UNMEASURED_S
+    def measured(costs: StepCosts, speculate: int = 0, is_on_gpu: bool = False) -> StepDeadlines:
+        limits = make_limits(4096, costs=costs, speculate=speculate)
+        return StepDeadlines.measured(limits, 4096, is_on_gpu)
+
+    assert measured(StepCosts()).of(4096) == UNMEASURED_S
     quick = StepCosts(10**6, 32, 10**4, 10**3)
-    assert measured(quick, 128, 0, 4096, is_on_gpu=False).of(4096) == 5
-    assert measured(quick, 128, 0, 4096, is_on_gpu=True).of(4096) == 20
+    assert measured(quick).of(4096) == 5
+    assert measured(quick, is_on_gpu=True).of(4096) == 20
     slow = StepCosts(10**9, 32, 10**8, 10**7)
     # Four times a step of 32 rows; each row, and each prompt token, at the end of 4096 tokens.
     token_s = 0.1 + 4 * 0.01
-    deadlines = measured(slow, 128, 1, 4096, is_on_gpu=False)
+    deadlines = measured(slow, speculate=1)
     assert deadlines.of(1000) == pytest.approx(20 * (4 + (256 + 1000) * token_s))
     assert deadlines.work_s(1000) == pytest.approx(4 + (256 + 1000) * token_s)
     assert StepDeadlines(2.0).of(4096) == 2.0

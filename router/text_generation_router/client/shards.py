@@ -37,7 +37,7 @@ _CHANNEL_OPTIONS = [
     # The descriptor in an address is reused by another socket once this one is closed.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-_HEALTH_TIMEOUT_S = 5.0  # a healthy shard answers in milliseconds, also during a step
+_HEALTH_TIMEOUT_S = 4.5  # a healthy shard answers in milliseconds, also during a step
 _READY = grpc.ChannelConnectivity.READY
 # Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
 # within this hangs.

@@ -7,7 +7,7 @@ An admitted entry shares the blocks that those before it have written or write i
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill
@@ -20,7 +20,7 @@ from text_generation_router.scheduler.shards import StepResult
 _RANK = attrgetter("rank")
 
 
-class Queue:
+class Queue(list[Entry]):
     """Waiting entries, which hold no blocks, by rank: higher priorities first, then the oldest.
 
     An entry that does not fit holds back the entries behind it. Therefore no entry starves because
@@ -28,34 +28,21 @@ class Queue:
     Invariant: ranks ascend.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[Entry] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries)
-
     def append(self, entry: Entry) -> None:
         """Queues an entry: a new one behind the others of its priority, an admitted one in its old
         place."""
         entry.state = EntryState.QUEUED
-        insort(self._entries, entry, key=_RANK)
+        insort(self, entry, key=_RANK)
 
     def first(self) -> Entry | None:
         """The entry that is admitted next."""
-        return self._entries[0] if self._entries else None
-
-    def pop(self) -> Entry:
-        """Removes the first."""
-        return self._entries.pop(0)
+        return self[0] if self else None
 
     def remove(self, entry: Entry) -> None:
         """Removes an entry that ended while it waited."""
-        place = bisect_left(self._entries, entry.rank, key=_RANK)
-        assert self._entries[place] is entry, "it is not in the queue"
-        del self._entries[place]
+        place = bisect_left(self, entry.rank, key=_RANK)
+        assert self[place] is entry, "it is not in the queue"
+        del self[place]
 
 
 class Planner:
@@ -202,7 +189,7 @@ class Planner:
                     joins = False
                     continue
                 chunk = entry.chunk_len
-                admitted.append(self.queue.pop())
+                admitted.append(self.queue.pop(0))
             self.blocks.expect(entry, chunk, pending)
             budget.take(entry.num_computed, chunk)
             chunks[entry.id] = chunk

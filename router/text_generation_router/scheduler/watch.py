@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from text_generation_process.defaults import (
@@ -15,8 +15,7 @@ from text_generation_process.defaults import (
 )
 
 from text_generation_router.errors import GenerationError, UnhealthyError
-from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.shards import (
     CachedBatch,
     GoneShardError,
@@ -34,12 +33,11 @@ STILL_S = 1.0
 # While a call takes longer than this, the shards are asked for their health at this interval.
 PATIENCE_S = 5.0
 # Healthy shards answer within this. They are declared lost after NUM_QUESTIONS in a row without an
-# answer: after a pause of the whole machine the first answer may be late. It is a little longer
-# than the timeout of the client, which names the silent rank.
-ANSWER_S = 5.5
-NUM_QUESTIONS = 3
-# With several shards the other ranks report the one that hangs, with more detail: they come first.
-NUM_QUESTIONS_TO_SEVERAL = 4
+# answer: after a pause of the whole machine the first answer may be late, and of several shards the
+# others report the one that hangs, with more detail: they come first. It is a little longer than
+# the timeout of the client, which names the silent rank.
+ANSWER_S = 5.0
+NUM_QUESTIONS = 4
 # How long a step may take where warm-up could measure nothing.
 UNMEASURED_S = 300.0
 # Ranks notice a missing rank first: they know which one it is.
@@ -135,24 +133,21 @@ class StepDeadlines:
     token_s: float = 0.0
 
     @classmethod
-    def measured(
-        cls, costs: StepCosts, num_rows: int, num_draft_tokens: int, longest: int, is_on_gpu: bool
-    ) -> "StepDeadlines":
-        """For up to `num_rows` rows of `longest` tokens, with `num_draft_tokens` draft tokens
-        each."""
+    def measured(cls, limits: SchedulerLimits, longest: int, is_on_gpu: bool) -> "StepDeadlines":
+        """For rows of up to `longest` tokens."""
+        costs, num_rows = limits.costs, limits.max_batch_size
         if not costs.decode_step_ns:
             return cls(UNMEASURED_S)
         token_ns = costs.prefill_token_ns + costs.prefill_context_ns * longest / CONTEXT_UNIT
         decode_ns = costs.decode_step_ns * max(1.0, num_rows / costs.num_rows)
-        decode_ns += num_rows * (1 + num_draft_tokens) * token_ns
+        decode_ns += num_rows * (1 + limits.speculate) * token_ns
         factor = STEP_DEADLINE_FACTOR
         least_s = LEAST_STEP_DEADLINE_ON_GPU_S if is_on_gpu else LEAST_STEP_DEADLINE_S
         return cls(least_s, factor * decode_ns / 1e9, factor * token_ns / 1e9)
 
     def behind_ranks(self, ranks_s: float) -> "StepDeadlines":
         """The same, but longer than ranks wait for one another."""
-        least_s = max(self.least_s, ranks_s + BEHIND_RANKS_S)
-        return StepDeadlines(least_s, self.decode_s, self.token_s)
+        return replace(self, least_s=max(self.least_s, ranks_s + BEHIND_RANKS_S))
 
     def work_s(self, num_prompt_tokens: int) -> float:
         """The expected time of such a step, without the factor."""
@@ -190,7 +185,6 @@ class WatchedShards:
         self,
         shards: Shards,
         deadlines: StepDeadlines | None = None,
-        num_questions: int = NUM_QUESTIONS,
         connect: Connect | None = None,
         note_restart: Callable[[], None] = lambda: None,
         trace: Trace = untraced,
@@ -212,7 +206,6 @@ class WatchedShards:
         # None while none are connected.
         self._shards: Shards | None = None
         self._connection = shards
-        self._num_questions = num_questions
         self._deadlines = deadlines or StepDeadlines(UNMEASURED_S)
         self._connect = connect
         self._note_restart = note_restart
@@ -344,7 +337,7 @@ class WatchedShards:
                 )
             elif now - oldest.since > PATIENCE_S and not self._question and now >= next_question:
                 asked = oldest
-                self._question = self._begin(silence_of(shards, self._num_questions))
+                self._question = self._begin(_silence_of(shards))
 
     # ---- Losses ----
 
@@ -428,11 +421,10 @@ class WatchedShards:
         return task
 
 
-async def silence_of(shards: Shards, num_questions: int) -> str:
-    """The last error, if none of up to `num_questions` health checks is answered; else an empty
-    string."""
+async def _silence_of(shards: Shards) -> str:
+    """The last error, if none of NUM_QUESTIONS health checks is answered; else an empty string."""
     why = ""
-    for _ in range(num_questions):
+    for _ in range(NUM_QUESTIONS):
         try:
             async with asyncio.timeout(ANSWER_S):
                 await shards.health()
