@@ -173,7 +173,7 @@ def assemble(
         connect = Reconnection(config, info, warmup)
     trace: Trace = untraced
     if tracing is not None:
-        from text_generation_router.tracing.steps import StepTrace
+        from text_generation_router.tracing.requests import StepTrace
 
         trace = StepTrace(tracing)
     note_restart = partial(metrics.restarts.inc, process="shard")

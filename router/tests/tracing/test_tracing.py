@@ -12,9 +12,8 @@ from opentelemetry.trace import StatusCode
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Request
 from text_generation_router.scheduler.watch import WatchedShards
-from text_generation_router.tracing import steps
-from text_generation_router.tracing.requests import TracedRequests
-from text_generation_router.tracing.steps import StepTrace
+from text_generation_router.tracing import requests as spans
+from text_generation_router.tracing.requests import StepTrace, TracedRequests
 
 from router.tests.scheduling import (
     Failing,
@@ -103,7 +102,7 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
 
 
 async def test_steps_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "EVERY_S", -1.0)
+    monkeypatch.setattr(spans, "EVERY_S", -1.0)
     traced = Traced()
     async with running(watched=traced.watched) as rig:
         await traced.ask(rig, make_request((1, 2, 3), 9))
@@ -133,7 +132,7 @@ async def test_a_step_of_several_is_linked() -> None:
 
 
 async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MOST_LINKS", 2)
+    monkeypatch.setattr(spans, "MOST_LINKS", 2)
     traced = Traced()
     async with running(watched=traced.watched) as rig:
         await asyncio.gather(*(traced.ask(rig, make_request((1, 2, 3), 4)) for _ in range(6)))

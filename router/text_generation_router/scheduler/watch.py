@@ -285,12 +285,13 @@ class WatchedShards:
         try:
             return await answer
         except GenerationError as error:
-            if isinstance(error, SilentShardError):
-                self._declare_lost(str(error))
-            elif isinstance(error, GoneShardError) and self._connect and self._shards is shards:
-                self._lose(error)
             if self._shards is shards:
-                raise
+                if isinstance(error, SilentShardError):
+                    self._declare_lost(str(error))
+                elif isinstance(error, GoneShardError) and self._connect is not None:
+                    self._lose(error)
+                else:
+                    raise
             raise GoneShardError(*self.error.args) from error
         finally:
             if allowed_s is not None:
@@ -328,7 +329,7 @@ class WatchedShards:
                     self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s", detail)
             elif oldest is None:
                 if self._connect is not None and shards.may_be_gone:
-                    with suppress(GenerationError):
+                    with suppress(Exception):  # an end is noted, and nothing may end the watch
                         await self.health()
                     looked = time()
             elif now - oldest.since > oldest.allowed_s:
