@@ -119,7 +119,7 @@ def test_another_users_socket_in_our_place(
         handle = launch(tiny_model_path, "--shard-uds-path", str(shared_folder / "s"))
         assert handle.wait_for_exit() == 1
     (error,) = [line for line in handle.log.splitlines() if " ERROR " in line]
-    assert f"{path} belongs to user {NOBODY}, and this launcher runs as user 0: choose" in error
+    assert f"{path} belongs to user {NOBODY}, and this process runs as user 0: choose" in error
     assert "Traceback" not in handle.log
     assert Path(path).exists()
 

@@ -4,7 +4,8 @@ import socket
 
 import pytest
 from text_generation_launcher import ports
-from text_generation_launcher.ports import AddressError, PortClaim
+from text_generation_launcher.ports import PortClaim
+from text_generation_process.sockets import AddressError
 
 
 def test_a_port_whose_last_connections_are_still_closing(free_port):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from text_generation_launcher import sockets
-from text_generation_launcher.ports import AddressError
 from text_generation_launcher.sockets import PREFIX, PrivateFolder, SocketClaim, private_folder
+from text_generation_process.sockets import AddressError
 
 NOBODY = 65534
 
@@ -58,7 +58,7 @@ def test_other_files_and_folders_stay(tmp_path: Path):
 
 
 def test_the_first_place_is_taken_that_no_other_user_can_change(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sockets, "MAX_SOCKET_PATH_BYTES", 1000)
+    monkeypatch.setattr(sockets, "MAX_PATH_BYTES", 1000)
     runtime, other = tmp_path / "run", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
     other.mkdir()
@@ -99,8 +99,8 @@ def test_a_folder_in_which_others_can_replace_the_sockets(tmp_path: Path, mode: 
         ("stale", "s-0", None),
         ("live", "s-0", "another server uses the shard sockets"),
         ("file", "s-0", "exists and is not a socket"),
-        ("theirs", "s-0", f"s-0 belongs to user {NOBODY}, and this launcher runs as user 0"),
-        ("theirs", "s.lock", f"s.lock belongs to user {NOBODY}, and this launcher runs as user 0"),
+        ("theirs", "s-0", f"s-0 belongs to user {NOBODY}, and this process runs as user 0"),
+        ("theirs", "s.lock", f"s.lock belongs to user {NOBODY}, and this process runs as user 0"),
     ],
 )
 def test_only_a_stale_socket_of_the_same_user_is_removed(tmp_path: Path, kind, name, expected):
@@ -125,7 +125,7 @@ def test_only_a_stale_socket_of_the_same_user_is_removed(tmp_path: Path, kind, n
 
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path):
-    fits = str(tmp_path / "x").ljust(sockets.MAX_SOCKET_PATH_BYTES - 2, "x")
+    fits = str(tmp_path / "x").ljust(sockets.MAX_PATH_BYTES - 2, "x")
     SocketClaim(fits, 1).close()
     with pytest.raises(AddressError, match="takes 108 bytes, and a unix socket path has at most"):
         SocketClaim(fits + "x", 1)

@@ -3,11 +3,7 @@
 import errno
 import socket
 
-from text_generation_process.ports import bind_port
-
-
-class AddressError(Exception):
-    """An address that can't be used, in one sentence."""
+from text_generation_process.sockets import AddressError, bind_port
 
 
 class PortClaim:

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import socket
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -11,14 +10,20 @@ from pathlib import Path
 
 from text_generation_process.defaults import SOCKET_NAME
 from text_generation_process.option import Mode
+from text_generation_process.sockets import (
+    MAX_PATH_BYTES,
+    AddressError,
+    check_length,
+    check_owner,
+    in_use,
+    remove_stale,
+)
 
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.ports import AddressError, PortClaim
+from text_generation_launcher.ports import PortClaim
 
-MAX_SOCKET_PATH_BYTES = 107
-"""`sun_path` of Linux has 108 bytes, one of which ends the string."""
 PREFIX = "pytgi-sockets-"
-_INSTEAD = "choose another place with --shard-uds-path"
+_FLAG = "--shard-uds-path"
 
 
 class SocketClaim:
@@ -33,19 +38,13 @@ class SocketClaim:
         """Removes the sockets of an earlier server. Raises AddressError."""
         self.prefix = prefix
         self.paths = tuple(f"{prefix}-{rank}" for rank in range(world_size))
-        length = max(len(os.fsencode(path)) for path in self.paths)
-        if length > MAX_SOCKET_PATH_BYTES:
-            raise AddressError(
-                f"--shard-uds-path {prefix} is too long: with the shard's rank it takes {length} "
-                f"bytes, and a unix socket path has at most {MAX_SOCKET_PATH_BYTES}: choose a "
-                "shorter one"
-            )
+        check_length(max(self.paths, key=len), _FLAG)
         if danger := _danger_in(Path(prefix).absolute().parent):
-            raise AddressError(f"{danger} or {_INSTEAD}")
+            raise AddressError(f"{danger} or choose another place with {_FLAG}")
         with ExitStack() as stack:
             stack.callback(os.close, _lock_file(prefix))
             for path in self.paths:
-                _remove_stale(path)
+                remove_stale(path, _FLAG)
             self._lock = stack.pop_all()
 
     def remove_sockets(self) -> None:
@@ -66,46 +65,18 @@ def _lock_file(prefix: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        _check_owner(path)
+        check_owner(path, _FLAG)
         raise AddressError(
             f"cannot write {path}: {error.strerror}: choose a place that can be written with "
             "--shard-uds-path"
         ) from error
     try:
-        _check_owner(path)
+        check_owner(path, _FLAG)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (AddressError, OSError) as error:
         os.close(descriptor)
-        raise error if isinstance(error, AddressError) else AddressError(_in_use(prefix)) from None
+        raise error if isinstance(error, AddressError) else in_use(prefix, _FLAG) from None
     return descriptor
-
-
-def _remove_stale(path: str) -> None:
-    """Removes what a killed server left. Raises AddressError for anything else."""
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise AddressError(f"{path} exists and is not a socket: move it away or {_INSTEAD}")
-    _check_owner(path)
-    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):  # no process listens
-        probe.settimeout(1)
-        probe.connect(path)
-        raise AddressError(_in_use(path.rsplit("-", 1)[0]))
-    try:
-        os.unlink(path)
-    except OSError as error:
-        raise AddressError(
-            f"cannot remove {path}, which a server left: {error.strerror}: remove it or {_INSTEAD}"
-        ) from error
-
-
-def _check_owner(path: str) -> None:
-    """A file of another user is never used, root's neither. Raises AddressError."""
-    if os.path.lexists(path) and (owner := os.lstat(path).st_uid) != os.geteuid():
-        raise AddressError(
-            f"{path} belongs to user {owner}, and this launcher runs as user {os.geteuid()}: "
-            f"{_INSTEAD}, or have it removed"
-        )
 
 
 def _danger_in(folder: Path) -> str:
@@ -129,10 +100,6 @@ def _danger_in(folder: Path) -> str:
             f"{stat.S_IMODE(state.st_mode):04o}): `chmod go-w` it"
         )
     return ""
-
-
-def _in_use(prefix: str) -> str:
-    return f"another server uses the shard sockets {prefix}-*: stop it or {_INSTEAD}"
 
 
 class PrivateFolder:
@@ -186,7 +153,7 @@ def private_folder(places: Sequence[Path], world_size: int = 1) -> PrivateFolder
     """A folder for sockets if --shard-uds-path is not given: in the first of the places where no
     other user could replace it. Raises AddressError."""
     reasons = []
-    longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-{world_size - 1}")
+    longest = MAX_PATH_BYTES - len(f"/{SOCKET_NAME}-{world_size - 1}")
     for parent in dict.fromkeys(place.absolute() for place in places):
         if danger := _danger_in(parent):
             reasons.append(danger)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from text_generation_process.option import Mode
+from text_generation_process.sockets import AddressError
 
 from text_generation_launcher.config import MODEL_PATH, RENDEZVOUS_PORT, SOCKETS, LauncherConfig
 from text_generation_launcher.failures import (
@@ -31,7 +32,6 @@ from text_generation_launcher.failures import (
 )
 from text_generation_launcher.log import Log
 from text_generation_launcher.pipes import TOLD, RouterPipes
-from text_generation_launcher.ports import AddressError
 from text_generation_launcher.probe import how_to_ask, is_healthy
 from text_generation_launcher.process import (
     STOP_SIGNALS,

@@ -11,7 +11,7 @@ from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
-from text_generation_process.ports import bind_port
+from text_generation_process.sockets import bind_port
 
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.certificate import Certificate

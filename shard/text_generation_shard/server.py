@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import stat
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 import uvloop
+from text_generation_process.sockets import check_length, remove_stale
 from text_generation_process.tracing import check_tracing
 from text_generation_proto import pb, pb_grpc
 
@@ -111,14 +111,13 @@ _UNLIMITED = [
 ]
 # Least size of an exchange between ranks, in bytes and in rows of float32.
 _LEAST_SLOT_BYTES, _SLOT_ROWS = 8 << 20, 240
-# A unix socket's path must fit in sockaddr_un with its closing 0.
-_MAX_PATH_BYTES = 107
+_PATH_FLAG = "--uds-path"
 
 
 def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0), a fatal device error (1), or until another shard
     is lost (3)."""
-    _check_path(config.socket_path)
+    check_length(config.socket_path, _PATH_FLAG)
     check_tracing(config.otlp_endpoint)
     # All computation, loading too, happens in one thread: OpenMP keeps a thread pool for each
     # thread that has computed, and more threads than cores slow each other down.
@@ -194,35 +193,9 @@ def load_on(device: Device, config: ShardConfig, chosen: Chosen, world: World) -
     return Engine(device, model, nbytes, watermark, world)
 
 
-def _check_path(path: str) -> None:
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise ModelError(
-            f"the socket path {path} has {len(os.fsencode(path))} bytes, unix sockets allow "
-            f"{_MAX_PATH_BYTES}; choose a shorter --uds-path"
-        )
-
-
-def _remove_stale_socket(path: str) -> None:
-    """Remove an unused socket at `path`; ModelError if anything else is there."""
-    if not os.path.lexists(path):
-        return
-    state = os.lstat(path)
-    if not stat.S_ISSOCK(state.st_mode):
-        raise ModelError(f"{path} exists and is not a socket; choose another --uds-path")
-    if state.st_uid != os.geteuid():
-        raise ModelError(
-            f"{path} is a socket of user {state.st_uid}, and this shard runs as user "
-            f"{os.geteuid()}; have it removed or choose another --uds-path"
-        )
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(path) == 0:
-            raise ModelError(f"another server listens on {path}; choose another --uds-path")
-    os.unlink(path)
-
-
 def _listen(server: grpc.aio.Server, path: str) -> None:
-    """Listen on a socket that only this user and root can connect to. ModelError: why not."""
-    _remove_stale_socket(path)
+    """Listen on a socket that only this user and root can connect to. ValueError: why not."""
+    remove_stale(path, _PATH_FLAG)
     before = os.umask(0o177)
     try:
         server.add_insecure_port(f"unix://{path}")

@@ -1,7 +1,7 @@
 import socket
 
 import pytest
-from text_generation_process.ports import bind_port
+from text_generation_process.sockets import bind_port
 
 
 def test_a_bound_port_can_be_listened_on() -> None:
