@@ -5,7 +5,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from text_generation_router.json_file import read_object
+from text_generation_process.json_file import read_object
+
 from text_generation_router.request import Pooling
 
 # Where sentence-transformers writes it, below the model's directory.

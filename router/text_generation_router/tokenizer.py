@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from text_generation_process.json_file import content_of, read_settings
 
 from text_generation_router.encoding import Encoding, Made, TokenIds
 from text_generation_router.long_texts import LongTexts
-from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
+from text_generation_router.tokenizer_file import read_tokenizer
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Up to this many characters a text is encoded on the event loop: a thread would take longer, above

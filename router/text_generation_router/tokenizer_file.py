@@ -4,18 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-
-from text_generation_router.json_file import read_object
+from text_generation_process.json_file import content_of, read_settings
 
 # As in TGI's router: for these classes the settings decide which special tokens are added to a
 # text, not tokenizer.json.
 _CLASSES_WITH_SETTINGS = ("LlamaTokenizer", "LlamaTokenizerFast")
-
-
-def read_settings(directory: Path) -> dict[str, Any]:
-    """The fields of the files beside tokenizer.json. Raises ValueError, one sentence."""
-    settings = read_object(directory / "special_tokens_map.json")
-    return settings | read_object(directory / "tokenizer_config.json")
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -35,12 +28,6 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if settings.get("tokenizer_class") in _CLASSES_WITH_SETTINGS:
         _add_as_set(tokenizer, settings)
     return tokenizer
-
-
-def content_of(token: Any) -> str | None:
-    """The text of a token that is a string or an object, if any."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _add_as_set(tokenizer: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
+from text_generation_process.json_file import without_line_ends
 
 from text_generation_router.edge.front import STREAM
 from text_generation_router.errors import IncompleteGenerationError, RouterError
-from text_generation_router.json_file import without_line_ends
 
 logger = logging.getLogger(__name__)
 

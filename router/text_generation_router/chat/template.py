@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from text_generation_router.json_file import read_object, read_text
-from text_generation_router.tokenizer_file import content_of, read_settings
+from text_generation_process.json_file import content_of, read_object, read_settings, read_text
 
 MAX_BYTES = 2**30
 """Memory for one rendering: prompts of millions of characters fit many times."""

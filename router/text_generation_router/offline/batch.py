@@ -23,11 +23,11 @@ from typing import Any
 import orjson
 import uvloop
 from starlette.types import ASGIApp, Message
+from text_generation_process.json_file import without_line_ends
 from text_generation_process.option import add_flags
 
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
-from text_generation_router.json_file import without_line_ends
 from text_generation_router.logs import configure_logs
 from text_generation_router.offline.progress import Tally, bar
 from text_generation_router.services import Services, StartError, start

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from text_generation_process.json_file import content_of, read_object, read_settings
+
 from text_generation_shard.errors import ModelError
 
 # No size of a model is larger, nor a vocabulary; positions are words of 32 bits.
@@ -18,18 +20,15 @@ _SHOWN = 60
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ModelError if there is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise ModelError(
             f"{path.parent} has no {path.name}; a model directory needs config.json, "
             "tokenizer.json and *.safetensors"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} can not be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return data
+        )
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 class Fields:
@@ -125,16 +124,6 @@ def read_vocabulary(directory: Path) -> Vocabulary:
     for token in added if isinstance(added, list) else ():
         if isinstance(token, dict) and isinstance(token.get("content"), str):
             ids[token["content"]] = token.get("id")
-    end_id = ids.get(_end_token(directory))
+    end_id = ids.get(content_of(read_settings(directory).get("eos_token")))
     used = {token_id for token_id in ids.values() if isinstance(token_id, int)}
     return Vocabulary(used, end_id if isinstance(end_id, int) else None)
-
-
-def _end_token(directory: Path) -> str | None:
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
-            settings |= read_json(directory / name)
-    token = settings.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None

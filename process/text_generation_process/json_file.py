@@ -21,11 +21,23 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """The fields of the files beside a model's tokenizer.json. Raises ValueError, one sentence."""
+    settings = read_object(directory / "special_tokens_map.json")
+    return settings | read_object(directory / "tokenizer_config.json")
+
+
+def content_of(token: Any) -> str | None:
+    """The text of a token that is a string or an object, if any."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def without_line_ends(lines: bytes) -> bytes:
