@@ -1,6 +1,5 @@
 """The HTTP application: routes, middleware and the one error handler."""
 
-import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -164,13 +163,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Runs the batcher's task. If the batcher fails, it logs an error and /health is 503."""
     services = app.state.services
     assert isinstance(services, Services)
-    run = asyncio.create_task(services.batcher.run(), name="batcher")
-    services.state.go(State.READY)
-    try:
+    async with services.batcher.running():
+        services.state.go(State.READY)
         yield
-    finally:
-        await services.batcher.close()
-        await asyncio.gather(run, return_exceptions=True)
 
 
 def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:

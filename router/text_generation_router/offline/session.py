@@ -98,13 +98,8 @@ def running_services(config: RouterConfig) -> Iterator[tuple[BlockingPortal, Ser
 @asynccontextmanager
 async def _serve(config: RouterConfig) -> AsyncIterator[Services]:
     asyncio.get_running_loop().set_exception_handler(_ignore_other_loops)
-    async with start(config) as services:
-        batcher = asyncio.create_task(services.batcher.run(), name="batcher")
-        try:
-            yield services
-        finally:
-            await services.batcher.close()
-            await asyncio.gather(batcher, return_exceptions=True)
+    async with start(config) as services, services.batcher.running():
+        yield services
 
 
 def _ignore_other_loops(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -28,7 +29,7 @@ from text_generation_router.errors import (
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.delivery import Delivery, Meter, Method
+from text_generation_router.scheduler.delivery import Delivery, Method
 from text_generation_router.scheduler.endings import EndingRate
 from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState, not_resumed
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
@@ -118,8 +119,7 @@ class Batcher:
         # Set when no more entries are taken, for ever: the error of new requests.
         self._refusal: Callable[[], RouterError] | None = None
         self._metrics = metrics
-        self._meter = Meter(metrics, self.planner, limits)
-        self._delivery = Delivery(metrics, self._end)
+        self._delivery = Delivery(metrics, self.planner, limits, self._end)
         # How fast waiting entries are admitted, since the queue was last empty.
         self._admissions = EndingRate()
         shards.on_loss = self._work.set
@@ -218,6 +218,16 @@ class Batcher:
 
     # ---- The loop ----
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs in the block, and ends every entry at its end."""
+        run = asyncio.create_task(self.run(), name="batcher")
+        try:
+            yield
+        finally:
+            await self.close()
+            await asyncio.gather(run, return_exceptions=True)
+
     async def run(self) -> None:
         """Computes what is submitted until `close`; the one task that sends steps to the shards."""
         self._task = asyncio.current_task()
@@ -303,7 +313,7 @@ class Batcher:
         for entry in newcomers:
             entry.started, entry.cached_tokens = now, entry.num_cached_tokens
         self._admissions.end(now, len(newcomers))
-        self._meter.note_admission(plan)
+        self._delivery.note_admission(plan)
 
     async def _receive(self, step: _Step) -> tuple[_Step, StepResult] | None:
         """Waits for a step and records it; None if it failed."""
@@ -328,7 +338,7 @@ class Batcher:
             self._ahead = replace(self._ahead, plan=self._ahead.plan.without(ended))
         if step.plan.entries and not step.plan.chunks:
             self._decode_s = (result.forward_ns + result.decode_ns) / 1e9
-        self._meter.note_step(step.method, self._last_success - began, result)
+        self._delivery.note_step(step.method, self._last_success - began, result)
         return step, result
 
     async def _deliver_reply(self) -> None:

@@ -23,14 +23,28 @@ DELIVERIES_PER_TURN = 64
 Method = Literal["prefill", "decode"]
 
 
-class Meter:
-    """Turns what the Batcher does into metrics. Queue, rows and blocks are read from the planner
-    when the page is rendered."""
+class Delivery:
+    """Makes the text of each step and gives every client its outputs; turns what the Batcher does
+    into metrics. Queue, rows and blocks are read from the planner when the page is rendered."""
 
-    def __init__(self, metrics: Metrics, planner: Planner, limits: SchedulerLimits) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        planner: Planner,
+        limits: SchedulerLimits,
+        end: Callable[[Entry, RouterError | None], None],
+    ) -> None:
+        """`end` ends an entry, with its error if there is one."""
         self._metrics = metrics
         self._planner = planner
         self._chunks_prompts = limits.chunks_prompts
+        self._end = end
+        self.drop_s = 0.0
+        """Time to drop rows on the shards since the last delivery, which counts it."""
+        # Of the present delivery: times between tokens, and tokens gained by speculation, each with
+        # the number of entries. Most entries of a step have the same.
+        self._gaps: Counter[float] = Counter()
+        self._skipped: Counter[int] = Counter()
         size = limits.block_size
         metrics.queue_size.read = lambda: len(planner.queue)
         metrics.batch_current_size.read = lambda: len(planner.running)
@@ -65,21 +79,6 @@ class Meter:
             metrics.batch_concat_duration.observe(result.concat_ns / 1e9, method="decode")
         for rank, shard_ns in enumerate(result.shard_ns):
             metrics.batch_shard_duration.observe(shard_ns / 1e9, rank=str(rank))
-
-
-class Delivery:
-    """Makes the text of each step and gives every client its outputs."""
-
-    def __init__(self, metrics: Metrics, end: Callable[[Entry, RouterError | None], None]) -> None:
-        """`end` ends an entry, with its error if there is one."""
-        self._metrics = metrics
-        self._end = end
-        self.drop_s = 0.0
-        """Time to drop rows on the shards since the last delivery, which counts it."""
-        # Of the present delivery: times between tokens, and tokens gained by speculation, each with
-        # the number of entries. Most entries of a step have the same.
-        self._gaps: Counter[float] = Counter()
-        self._skipped: Counter[int] = Counter()
 
     async def deliver(self, plan: Plan, result: StepResult, method: Method) -> None:
         """Delivers one step, some entries in each turn of the event loop."""
