@@ -40,7 +40,7 @@ async def test_a_batch_is_one_prefill_and_the_steps_behind_it(tmp_path: Path):
     assert len({entry.input_ids for entry in seen}) == 3
     assert all(len(entry.input_ids) == 20 for entry in seen)
     assert all(token_id < VOCAB_SIZE - 2 for entry in seen for token_id in entry.input_ids)
-    assert all(entry.request.stopping.ignore_eos_token for entry in seen)
+    assert all(entry.request.asked.ignore_eos_token for entry in seen)
     assert (await bench.run(Shape(1, 20, 1))).decode_s == ()
 
 

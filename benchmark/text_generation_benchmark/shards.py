@@ -9,7 +9,7 @@ from typing import Any
 from text_generation_process.sampling import Sampling
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
-from text_generation_router.request import Request, StoppingCriteria
+from text_generation_router.request import GenerateParameters, Request
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
@@ -118,11 +118,14 @@ class Bench:
         return Run(prefill_s, tuple(steps))
 
     def _entry(self, shape: Shape, allocator: BlockAllocator) -> Entry:
+        asked = GenerateParameters(
+            inputs="", ignore_eos_token=True, top_n_tokens=self._choice.top_n_tokens
+        )
         request = Request(
+            asked=asked,
             input_ids=tuple(self._random.choices(self._ids, k=shape.sequence_length)),
             sampling=self._choice.sampling,
-            stopping=StoppingCriteria(shape.decode_length, ignore_eos_token=True),
-            top_n_tokens=self._choice.top_n_tokens,
+            max_new_tokens=shape.decode_length,
         )
         entry = Entry(self._next_id, request, Answer(request, self._tokenizer))
         entry.block_table = allocator.allocate(shape.sequence_length + shape.decode_length)

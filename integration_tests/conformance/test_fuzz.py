@@ -25,7 +25,7 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.request import FinishReason, Request, StoppingCriteria, TokenOutput
+from text_generation_router.request import FinishReason, GenerateParameters, Request, TokenOutput
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.tokenizer import Tokenizer
 
@@ -67,8 +67,8 @@ def written(
     ids: Sequence[int], stops: tuple[str, ...] = (), *, keeps_stops: bool = True
 ) -> list[TokenOutput]:
     """The outputs of a generation of these tokens, up to the one that ends it."""
-    stopping = StoppingCriteria(len(ids), stop_sequences=stops, keeps_stop_sequence=keeps_stops)
-    answer = Answer(Request((1,), Sampling(), stopping), TOKENIZER)
+    asked = GenerateParameters(inputs="", stop=stops, keeps_stop_sequence=keeps_stops)
+    answer = Answer(Request(asked, (1,), Sampling(), len(ids)), TOKENIZER)
     outputs: list[TokenOutput] = []
     for place, token_id in enumerate(ids, 1):
         reason = FinishReason.LENGTH if place == len(ids) else None

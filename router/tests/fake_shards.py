@@ -401,23 +401,23 @@ class FakeShards:
             prefill_top_tokens={
                 i: ([*range(top)] * places[i], [-0.5] * top * places[i])
                 for i, request in scored.items()
-                if (top := request.top_n_tokens)
+                if (top := request.asked.top_n_tokens)
             },
             pooled_prompts={
                 i: pooled(request.input_ids, self.width)
                 for i, request in prompts.items()
-                if request.pooling is not None
+                if request.asked.pooling is not None
             },
             token_scores={
                 i: token_scores(request.input_ids)
                 for i, request in prompts.items()
-                if request.score_token_ids
+                if request.asked.score_token_ids
             },
         )
 
     def _draft(self, row: Row, speculate: int) -> list[int]:
         """The drafts after the next token; wrong at some positions."""
-        longest = len(row.request.input_ids) + row.request.stopping.max_new_tokens
+        longest = len(row.request.input_ids) + row.request.max_new_tokens
         needed = min(len(row.ids) + speculate, longest)
         assert needed <= len(row.table) * self.block_size, "no room for a token"
         most = -(-longest // self.block_size)
@@ -473,12 +473,12 @@ class FakeShards:
         return chosen
 
     def _reason(self, row: Row) -> FinishReason | None:
-        stopping = row.request.stopping
-        if row.ids[-1] == EOS_ID and not stopping.ignore_eos_token:
+        asked = row.request.asked
+        if row.ids[-1] == EOS_ID and not asked.ignore_eos_token:
             return FinishReason.EOS_TOKEN
-        if row.ids[-1] in stopping.stop_token_ids:
+        if row.ids[-1] in asked.stop_token_ids:
             return FinishReason.STOP_TOKEN
-        return FinishReason.LENGTH if row.place >= stopping.max_new_tokens else None
+        return FinishReason.LENGTH if row.place >= row.request.max_new_tokens else None
 
     def _answer(
         self,
@@ -494,7 +494,7 @@ class FakeShards:
             first = row.place - len(chosen)
             reasons.append(self._reason(row))
             logprobs += [-0.1 * (first + n + 1) for n in range(len(chosen))]
-            top_counts += [row.request.top_n_tokens] * len(chosen)
+            top_counts += [row.request.asked.top_n_tokens or 0] * len(chosen)
             if row.place > (place := self.failing.get(request_id, sys.maxsize)):
                 errors[request_id] = f"Server error: token {place}"
             if reasons[-1] is not None or request_id in errors:

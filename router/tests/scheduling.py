@@ -11,9 +11,9 @@ from text_generation_router.errors import GenerationError, RouterError
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
     GeneratedText,
+    GenerateParameters,
     PrefillOutput,
     Request,
-    StoppingCriteria,
     TokenOutput,
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
@@ -41,9 +41,10 @@ __all__ = [
 def make_request(
     prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 5, *stop: str, **options: object
 ) -> Request:
-    """A greedy request; `options` are fields of Request."""
-    stopping = StoppingCriteria(max_new_tokens, stop_sequences=stop)
-    return replace(Request(tuple(prompt), Sampling(), stopping), **options)
+    """A greedy request; `options` are fields of Request, or of GenerateParameters."""
+    own = {name: options.pop(name) for name in Request.__slots__ if name in options}
+    asked = GenerateParameters(**{"inputs": "", "stop": stop, **options})
+    return replace(Request(asked, tuple(prompt), Sampling(), max_new_tokens), **own)
 
 
 def make_decode(num_prompt_tokens: int = 0, is_ahead: bool = False) -> Plan:

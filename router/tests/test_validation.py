@@ -141,8 +141,8 @@ async def test_prompts_and_defaults(
 ) -> None:
     request = await validate(validation, **asked)
     assert request.input_ids == tuple(ids)
-    assert request.stopping.max_new_tokens == asked.get("max_new_tokens", 12 - len(ids))
-    assert request.top_n_tokens == 0 and not request.sampling.is_sampling
+    assert request.max_new_tokens == asked.get("max_new_tokens", 12 - len(ids))
+    assert not request.asked.top_n_tokens and not request.sampling.is_sampling
     assert (await validate(validation, **asked)).sampling.seed != request.sampling.seed
     assert (await validate(validation, seed=2**64 - 1, **asked)).sampling.seed == 2**64 - 1
 
@@ -162,7 +162,7 @@ async def test_limits_are_inclusive(validation: Validation) -> None:
         logit_bias=((257, -100.0),),
     )
     assert len(request.input_ids) == 9
-    assert request.stopping.max_new_tokens == 3
+    assert request.max_new_tokens == 3
     assert request.sampling.logit_bias == ((257, -100.0),)
 
 

@@ -1,6 +1,7 @@
-"""A validated request and its outputs: frozen values only."""
+"""A request, its parameters and its outputs: frozen values only."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -19,25 +20,6 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StoppingCriteria:
-    """When a generation ends. The router matches stop strings, in text."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    stop_sequences: tuple[str, ...] = ()
-    ignore_eos_token: bool = False
-    # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
-    keeps_stop_sequence: bool = True
-    # vLLM's option to keep the stop string or stop token that ended the text. Everything else is as
-    # where stop strings are left out.
-    includes_stop: bool = False
-    # More tokens that end the text.
-    stop_token_ids: tuple[int, ...] = ()
-    # Stop strings do not count in the text of this many first tokens.
-    num_unstopped_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on the text; `source` is a JSON schema, a regex, or a grammar in llguidance's
     Lark or in GBNF."""
@@ -53,23 +35,60 @@ class Pooling(Enum):
     MEAN = "mean"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One validated request. `input_ids` is not empty, and already truncated."""
+TRUNCATE_TO_FIT = -1
 
-    input_ids: tuple[int, ...]
-    sampling: Sampling
-    stopping: StoppingCriteria
-    prefill_logprobs: bool = False
-    top_n_tokens: int = 0
-    # A grammar in llguidance's form, compiled on the shards; empty: none.
-    grammar: str = ""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateParameters:
+    """The parameters of a request, of which only the types are checked; None: not given."""
+
+    inputs: str
+    # The prompt as ids, in place of `inputs`; ids are below `Limits.vocab_size`.
+    input_ids: Sequence[int] | None = None
+    add_special_tokens: bool = True
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    min_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos_token: bool = False
+    return_full_text: bool | None = None
+    stop: tuple[str, ...] = ()
+    # Number of tokens kept at the end of the prompt; TRUNCATE_TO_FIT: as many as fit.
+    truncate: int | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: int | None = None
+    top_n_tokens: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+    # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
+    keeps_stop_sequence: bool = True
+    # vLLM's option to keep the stop string or stop token that ended the text. Everything else is as
+    # where stop strings are left out.
+    includes_stop: bool = False
+    # More tokens that end the text.
+    stop_token_ids: tuple[int, ...] = ()
+    # Stop strings do not count in the text of this many first tokens.
+    num_unstopped_tokens: int = 0
+    # What the API that was asked allows, where that is more than this server's `Limits` for TGI's.
+    most_stop_sequences: int = 0
+    most_top_n_tokens: int = 0
     # Special tokens whose text is visible, like the markers around tool calls.
     visible_special_tokens: frozenset[str] = frozenset()
     # All special tokens are visible, except the ones that end the text.
     shows_special_tokens: bool = False
-    # Requests with different cache salts share no KV.
-    cache_salt: str = ""
+    deterministic: bool = False
+    cache_salt: str | None = None
     # Higher ones come first.
     priority: int = 0
     # Requested hidden state of the prompt.
@@ -78,9 +97,33 @@ class Request:
     score_token_ids: tuple[int, ...] = ()
 
     @property
+    def wants_sampling(self) -> bool:
+        """Whether any parameter asks for tokens to be drawn."""
+        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
+        return self.do_sample or any(shaper is not None for shaper in shapers)
+
+    @property
     def is_prompt_only(self) -> bool:
         """Whether only the prompt is evaluated. The one token behind it is not reported."""
         return self.pooling is not None or bool(self.score_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One valid request: its parameters, and what validation has made of them. `input_ids` is not
+    empty, and already truncated."""
+
+    asked: GenerateParameters
+    input_ids: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    prefill_logprobs: bool = False
+    # A grammar in llguidance's form, compiled on the shards; empty: none.
+    grammar: str = ""
+    # Requests with different cache salts share no KV.
+    cache_salt: str = ""
+    # Higher ones come first.
+    priority: int = 0
 
 
 def sequences_of(request: Request, num: int, salt: str, priority: int | None) -> list[Request]:

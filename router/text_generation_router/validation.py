@@ -7,74 +7,16 @@ Comparisons are written so that NaN fails them.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from text_generation_process.sampling import Sampling
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Grammar, Pooling, Request, StoppingCriteria
+from text_generation_router.request import TRUNCATE_TO_FIT, GenerateParameters, Request
 from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
 
-TRUNCATE_TO_FIT = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateParameters:
-    """The parameters of a request, of which only the types are checked; None: not given."""
-
-    inputs: str
-    # The prompt as ids, read in place of `inputs`; ids are below `Limits.vocab_size`.
-    input_ids: Sequence[int] | None = None
-    add_special_tokens: bool = True
-    best_of: int | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    min_p: float | None = None
-    do_sample: bool = False
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    ignore_eos_token: bool = False
-    return_full_text: bool | None = None
-    stop: tuple[str, ...] = ()
-    # Number of tokens kept at the end of the prompt; TRUNCATE_TO_FIT: as many as fit.
-    truncate: int | None = None
-    watermark: bool = False
-    details: bool = False
-    decoder_input_details: bool = False
-    seed: int | None = None
-    top_n_tokens: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: Grammar | None = None
-    adapter_id: str | None = None
-    keeps_stop_sequence: bool = True
-    # See StoppingCriteria.
-    includes_stop: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    num_unstopped_tokens: int = 0
-    # What the API that was asked allows, where that is more than this server's `Limits` for TGI's.
-    most_stop_sequences: int = 0
-    most_top_n_tokens: int = 0
-    visible_special_tokens: frozenset[str] = frozenset()
-    shows_special_tokens: bool = False
-    deterministic: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
-    # For prompt-only requests; see `Request`.
-    pooling: Pooling | None = None
-    score_token_ids: tuple[int, ...] = ()
-
-    @property
-    def wants_sampling(self) -> bool:
-        """Whether any parameter asks for tokens to be drawn."""
-        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
-        return self.do_sample or any(shaper is not None for shaper in shapers)
+__all__ = ["TRUNCATE_TO_FIT", "GenerateParameters", "Limits", "Validation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,19 +161,14 @@ class Validation:
         self._metrics.request_input_length.observe(count)
         self._metrics.request_max_new_tokens.observe(max_new_tokens)
         return Request(
+            asked=asked,
             input_ids=input_ids,
             sampling=_sampling(asked),
-            stopping=StoppingCriteria(
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=asked.min_new_tokens or 0,
-                stop_sequences=asked.stop,
-                **_same(asked, _STOPPING),
-            ),
+            max_new_tokens=max_new_tokens,
             prefill_logprobs=asked.decoder_input_details,
-            top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             cache_salt=asked.cache_salt or "",
-            **_same(asked, _REQUEST),
+            priority=asked.priority,
         )
 
     async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:
@@ -271,8 +208,7 @@ class Validation:
                 "`inputs` must have at least one token; the tokenizer makes none of this text"
             )
         # Nothing follows the prompt: the limit of prompts leaves room for one token.
-        is_prompt_only = asked.pooling is not None or asked.score_token_ids
-        answer = 0 if is_prompt_only else new_tokens
+        answer = 0 if asked.is_prompt_only else new_tokens
         if count > limits.max_input_tokens or count + answer > limits.max_total_tokens:
             raise ContextLengthError(
                 num_prompt_tokens=count,
@@ -300,23 +236,11 @@ class Validation:
         return grammar.text
 
 
-def _shared(cls: type[Any], *others: str) -> tuple[str, ...]:
-    """The parameters that the class has by the same name, but for the others."""
-    known = {parameter.name for parameter in fields(GenerateParameters)}
-    return tuple(name.name for name in fields(cls) if name.name in known.difference(others))
-
-
-_SAMPLING = _shared(Sampling, "seed")
-_STOPPING = _shared(StoppingCriteria, "max_new_tokens", "min_new_tokens")
-_REQUEST = _shared(Request, "input_ids", "top_n_tokens", "grammar", "cache_salt")
-
-
-def _same(asked: GenerateParameters, names: Sequence[str]) -> dict[str, Any]:
-    """The given values."""
-    return {name: value for name in names if (value := getattr(asked, name)) is not None}
+_SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "seed")
 
 
 def _sampling(asked: GenerateParameters) -> Sampling:
     """The given values, the defaults of `Sampling`, and a seed of 64 bits."""
     seed = random.getrandbits(64) if asked.seed is None else asked.seed
-    return Sampling(seed=seed, **_same(asked, _SAMPLING))
+    given = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
+    return Sampling(seed=seed, **given)

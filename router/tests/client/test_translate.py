@@ -9,7 +9,7 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo
-from text_generation_router.request import FinishReason, Pooling, Request, StoppingCriteria
+from text_generation_router.request import FinishReason, GenerateParameters, Pooling, Request
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
@@ -18,6 +18,16 @@ from text_generation_router.scheduler.shards import CachedBatch
 from router.tests.scheduling import make_tokenizer
 
 REQUEST = Request(
+    asked=GenerateParameters(
+        inputs="",
+        min_new_tokens=4,
+        stop=("stop",),
+        ignore_eos_token=True,
+        stop_token_ids=(9, 3),
+        top_n_tokens=2,
+        pooling=Pooling.MEAN,
+        score_token_ids=(8, 3),
+    ),
     input_ids=(5, 6, 7),
     sampling=Sampling(
         temperature=0.5,
@@ -33,12 +43,9 @@ REQUEST = Request(
         watermark=True,
         logit_bias=((8, -100.0), (9, 1.5)),
     ),
-    stopping=StoppingCriteria(20, 4, ("stop",), True, stop_token_ids=(9, 3)),
+    max_new_tokens=20,
     prefill_logprobs=True,
-    top_n_tokens=2,
     grammar="start: /a+/",
-    pooling=Pooling.MEAN,
-    score_token_ids=(8, 3),
 )
 
 

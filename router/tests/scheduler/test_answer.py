@@ -89,8 +89,8 @@ def show(
 ) -> list[TokenOutput]:
     """The outputs for `ids` where stop strings are left out."""
     request = make_request((0,), 99, *stop, visible_special_tokens=visible)
-    stopping = replace(request.stopping, keeps_stop_sequence=False)
-    answer = Answer(replace(request, stopping=stopping), tokenizer)
+    asked = replace(request.asked, keeps_stop_sequence=False)
+    answer = Answer(replace(request, asked=asked), tokenizer)
     outputs = []
     for place, token_id in enumerate(ids):
         reason = finish_reason if place == len(ids) - 1 else None
@@ -150,9 +150,9 @@ def test_stop_strings_left_out(
 def test_special_tokens_are_shown_on_demand_but_never_the_end(keeps: bool) -> None:
     visible = frozenset({"<s>"})
     request = make_request((0,), 99, visible_special_tokens=visible)
-    stopping = replace(request.stopping, keeps_stop_sequence=keeps)
+    asked = replace(request.asked, keeps_stop_sequence=keeps)
     for last, reason, shown in [(1, LENGTH, " two"), (9, LENGTH, "<s>"), (9, EOS, "")]:
-        answer = Answer(replace(request, stopping=stopping), TOKENIZER)
+        answer = Answer(replace(request, asked=asked), TOKENIZER)
         outputs = [answer.step(0, -1.0, None), answer.step(9, -1.0, None)]
         outputs.append(answer.step(last, -1.0, reason))
         assert [output.delta for output in outputs] == [" one", "<s>", shown]
@@ -165,8 +165,8 @@ def test_an_end_that_is_the_last_token_allowed(keeps: bool, told: FinishReason) 
     """TGI's reason is the length, OpenAI's is the end."""
     for limit, ending in ((2, told), (3, EOS)):
         request = make_request((0,), limit)
-        stopping = replace(request.stopping, keeps_stop_sequence=keeps)
-        answer = Answer(replace(request, stopping=stopping), TOKENIZER)
+        asked = replace(request.asked, keeps_stop_sequence=keeps)
+        answer = Answer(replace(request, asked=asked), TOKENIZER)
         answer.step(0, -1.0, None)
         generated = answer.step(9, -1.0, EOS).generated
         assert generated is not None
@@ -273,8 +273,8 @@ def test_looking_for_stop_strings_changes_nothing_but_their_endings(
     outputs = []
     for stop in ((), ("\0",)):
         request = make_request((0,), 99, *stop)
-        stopping = replace(request.stopping, keeps_stop_sequence=keeps)
-        answer = Answer(replace(request, stopping=stopping), TOKENIZER)
+        asked = replace(request.asked, keeps_stop_sequence=keeps)
+        answer = Answer(replace(request, asked=asked), TOKENIZER)
         outputs.append(
             [
                 answer.step(token_id, -0.5, reason if place == len(ids) - 1 else None)

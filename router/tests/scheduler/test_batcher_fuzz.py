@@ -75,7 +75,7 @@ def script(prompt: Any, place: int) -> int:
 
 def expected(request: Request) -> list[int]:
     """The tokens of a request that runs alone."""
-    ids = [script(request.input_ids, place) for place in range(request.stopping.max_new_tokens)]
+    ids = [script(request.input_ids, place) for place in range(request.max_new_tokens)]
     return ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids
 
 
@@ -180,7 +180,7 @@ def _submit(
 
 
 def _check_ending(outcome: Outcome, request: Request, excuses: set[str]) -> None:
-    ids, stops = expected(request), request.stopping.stop_sequences
+    ids, stops = expected(request), request.asked.stop
     assert outcome.ids == ids[: len(outcome.ids)]
     if outcome.prefill is not None:
         assert request.prefill_logprobs and len(outcome.prefill.tokens) == len(request.input_ids)

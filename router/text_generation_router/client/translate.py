@@ -7,7 +7,7 @@ from typing import Any
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, Pooling, StoppingCriteria
+from text_generation_router.request import FinishReason, Pooling, Request
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import CachedBatch, GrammarResult, StepResult
@@ -84,13 +84,13 @@ def _to_request(entry: Entry) -> pb.Request:
         num_cached_tokens=entry.num_cached_tokens,
         block_table=entry.block_table,
         parameters=_to_parameters(request.sampling),
-        stopping_parameters=_to_stopping(request.stopping),
+        stopping_parameters=_to_stopping(request),
         prefill_logprobs=entry.wants_prefill_logprobs,
-        top_n_tokens=request.top_n_tokens,
+        top_n_tokens=request.asked.top_n_tokens or 0,
         grammar=request.grammar,
         chunk_len=entry.chunk_len,
-        pooling=_POOLINGS[request.pooling],
-        score_token_ids=request.score_token_ids,
+        pooling=_POOLINGS[request.asked.pooling],
+        score_token_ids=request.asked.score_token_ids,
         snapshot=entry.snapshot,
         snapshot_positions=list(entry.stores),
         snapshot_places=list(entry.stores.values()),
@@ -105,12 +105,12 @@ def _to_parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
     )
 
 
-def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
+def _to_stopping(request: Request) -> pb.StoppingCriteriaParameters:
     return pb.StoppingCriteriaParameters(
-        max_new_tokens=stopping.max_new_tokens,
-        min_new_tokens=stopping.min_new_tokens,
-        ignore_eos_token=stopping.ignore_eos_token,
-        stop_token_ids=stopping.stop_token_ids,
+        max_new_tokens=request.max_new_tokens,
+        min_new_tokens=request.asked.min_new_tokens or 0,
+        ignore_eos_token=request.asked.ignore_eos_token,
+        stop_token_ids=request.asked.stop_token_ids,
     )
 
 

@@ -73,11 +73,11 @@ class Answer:
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self._request = request
+        self._request, self._asked = request, request.asked
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream_decoder()
-        self._stop_strings = StopStrings(request.stopping.stop_sequences)
-        self._is_plain = not request.stopping.stop_sequences
+        self._stop_strings = StopStrings(self._asked.stop)
+        self._is_plain = not self._asked.stop
         self._deltas: list[str] = []
         # The end of the visible text, held back because it may belong to a stop string.
         self._held = ""
@@ -118,12 +118,13 @@ class Answer:
             if plain is not None and not self._decoder.is_inside_character:
                 self._deltas.append(plain)
                 return TokenOutput(Token(token_id, plain, _finite(logprob)), plain)
-        stopping = self._request.stopping
+        asked = self._asked
         is_end = finish_reason is FinishReason.EOS_TOKEN
-        if is_end and stopping.keeps_stop_sequence and self._num_tokens == stopping.max_new_tokens:
+        is_full = self._num_tokens == self._request.max_new_tokens
+        if is_end and is_full and asked.keeps_stop_sequence:
             is_end, finish_reason = False, FinishReason.LENGTH
         # The text of a token that ends the answer is not shown.
-        is_out = (is_end or finish_reason is FinishReason.STOP_TOKEN) and not stopping.includes_stop
+        is_out = (is_end or finish_reason is FinishReason.STOP_TOKEN) and not asked.includes_stop
         special = is_end or self._tokenizer.is_special(token_id)
         if special or is_out:
             # It interrupts an incomplete character.
@@ -139,7 +140,7 @@ class Answer:
         match = self._search(text, visible, is_out)
         if match is not None:
             text, visible = text[: match.end], visible[: match.end]
-            if finish_reason is None or not stopping.keeps_stop_sequence:
+            if finish_reason is None or not asked.keeps_stop_sequence:
                 finish_reason = FinishReason.STOP_SEQUENCE
         delta = self._delta(visible, match, is_last=finish_reason is not None)
         self._deltas.append(delta)
@@ -151,8 +152,8 @@ class Answer:
         )
 
     def _shows(self, special_token: str) -> bool:
-        request = self._request
-        return request.shows_special_tokens or special_token in request.visible_special_tokens
+        asked = self._asked
+        return asked.shows_special_tokens or special_token in asked.visible_special_tokens
 
     def _search(self, text: str, visible: str, is_out: bool) -> StopMatch | None:
         """The stop string that a token completes.
@@ -160,21 +161,21 @@ class Answer:
         Where stop strings are kept, all text is searched, as in TGI; where they are left out, the
         visible text, and a hidden special token that is a stop string as a whole.
         """
-        if self._num_tokens <= self._request.stopping.num_unstopped_tokens:
+        if self._num_tokens <= self._asked.num_unstopped_tokens:
             return None
-        if self._request.stopping.keeps_stop_sequence:
+        if self._asked.keeps_stop_sequence:
             return self._stop_strings.search(text)
         match = self._stop_strings.search(visible)
         hidden = text[len(visible) :]
         if match is None and hidden and not is_out:
-            stops = self._request.stopping.stop_sequences
+            stops = self._asked.stop
             match = StopMatch(hidden, len(text)) if hidden in stops else None
         return match
 
     def _delta(self, visible: str, match: StopMatch | None, is_last: bool) -> str:
         """The part of the held text and `visible` that can be shown now."""
-        stopping = self._request.stopping
-        if stopping.keeps_stop_sequence or stopping.includes_stop:
+        asked = self._asked
+        if asked.keeps_stop_sequence or asked.includes_stop:
             return visible
         shown = self._held + visible
         num_held = 0
@@ -193,7 +194,7 @@ class Answer:
         sampling = self._request.sampling
         return GeneratedText(
             "".join(self._deltas),
-            0 if self._request.is_prompt_only else self._num_tokens,
+            0 if self._asked.is_prompt_only else self._num_tokens,
             finish_reason,
             sampling.seed if sampling.is_sampling else None,
             None if match is None else match.stop_string,

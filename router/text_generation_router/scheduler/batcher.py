@@ -162,14 +162,14 @@ class Batcher:
         return entries
 
     def _check_fits(self, request: Request) -> None:
-        num_tokens = len(request.input_ids) + request.stopping.max_new_tokens
+        num_tokens = len(request.input_ids) + request.max_new_tokens
         allocator = self.planner.blocks.allocator
         if allocator.num_blocks_for(num_tokens) > allocator.num_blocks:
             raise ValidationError(
                 "`inputs` tokens + `max_new_tokens` must be <= "
                 f"{allocator.num_blocks * allocator.block_size}, the size of the KV "
                 f"cache. Given: {len(request.input_ids)} `inputs` tokens and "
-                f"{request.stopping.max_new_tokens} `max_new_tokens`"
+                f"{request.max_new_tokens} `max_new_tokens`"
             )
 
     def cancel(self, entry: Entry, error: RouterError | None = None) -> None:

@@ -130,12 +130,12 @@ class Entry:
     @property
     def needs_all_computed(self) -> bool:
         """Whether the result needs hidden states or scores of all tokens, which are not cached."""
-        return self.wants_prefill_logprobs or self.request.pooling is Pooling.MEAN
+        return self.wants_prefill_logprobs or self.request.asked.pooling is Pooling.MEAN
 
     @property
     def max_context(self) -> int:
         """The most tokens it can ever have."""
-        return len(self.request.input_ids) + self.request.stopping.max_new_tokens
+        return len(self.request.input_ids) + self.request.max_new_tokens
 
     def full_blocks(self, start: int, num_tokens: int, block_size: int) -> Iterator[Tokens]:
         """The packed tokens of each full block from `start` on, of its first `num_tokens`."""
@@ -188,7 +188,7 @@ class Entry:
         """Reads it to the end, whole; raises its failure."""
         self.is_shown = False
         made = [output async for outputs in self for output in outputs]
-        has_top_tokens = self.request.top_n_tokens > 0
+        has_top_tokens = self.request.asked.top_n_tokens
         assert self.ending is not None
         return GenerateResult(
             prompt_ids=self.prompt_ids,

@@ -137,7 +137,7 @@ class RequestTrace:
             # No text of the request leaves the server.
             sampling = first.request.sampling
             self._attributes |= {
-                "gen_ai.request.max_tokens": first.request.stopping.max_new_tokens,
+                "gen_ai.request.max_tokens": first.request.max_new_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
                 **({"gen_ai.request.top_k": sampling.top_k} if sampling.top_k else {}),
@@ -156,7 +156,7 @@ class RequestTrace:
             error_type = entry.error.error_type
         if ending is None:
             self.fail(error_type)
-        if not entry.request.is_prompt_only:
+        if not entry.request.asked.is_prompt_only:
             self._output_tokens += len(entry.token_ids)
             if ending is not None:
                 self._finish_reasons.append(ending.generated.finish_reason.value)

@@ -68,14 +68,13 @@ async def test_sampling_and_stopping_fields_reach_the_shards(server: Server, pat
     await answer(server, path, **given | {"stop_token_ids": [200, 7, 7]})
     request = asked(server)
     assert request.sampling.min_p == 0.25 and request.sampling.is_sampling
-    stopping = request.stopping
-    assert (stopping.min_new_tokens, stopping.ignore_eos_token) == (3, True)
-    assert stopping.stop_token_ids == (200, 7)
+    assert (request.asked.min_new_tokens, request.asked.ignore_eos_token) == (3, True)
+    assert request.asked.stop_token_ids == (200, 7)
     # Nothing is drawn, and so nothing is left out.
     await answer(server, path, min_p=0.25, temperature=0)
     assert asked(server).sampling.min_p == 0 and not asked(server).sampling.is_sampling
     await answer(server, path, min_p=0, min_tokens=0, ignore_eos=False, stop_token_ids=[])
-    assert asked(server).stopping.stop_token_ids == () and asked(server).sampling.min_p == 0
+    assert asked(server).asked.stop_token_ids == () and asked(server).sampling.min_p == 0
 
 
 async def test_too_many_min_tokens(server: Server, path: str) -> None:

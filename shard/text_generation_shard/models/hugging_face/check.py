@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 # it. Measured: every fault in shard/tests/models/test_self_check.py is found with these.
 _TOKENS, _LONGEST = 48, 192
 # Largest error of a token's scores, in standard deviations of all scores, and of which share of the
-# tokens: rounding can make the others choose another expert. In float32 (True) that is rare. With 16
-# bits, rounding makes errors of 0.02 to 0.22 in tiny random models, and faults make errors above 0.4.
+# tokens: rounding can make the others choose another expert. In float32 (True) that is rare. With
+# 16 bits, rounding makes errors of 0.02 to 0.22 in tiny random models, and faults above 0.4.
 _LIMITS = {True: (1e-3, 0.9), False: (0.25, 0.5)}
 
 
