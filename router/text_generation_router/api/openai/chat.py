@@ -104,7 +104,7 @@ class ChoiceWriter(stream.ChoiceWriter):
             first: Json = {"choices": [self._choice({"role": "assistant", "content": content})]}
             if body.return_token_ids:
                 first["prompt_token_ids"] = self.made.prompt_ids
-            chunks.append(first | self.usage())
+            chunks.append(self.told(first))
         for step in steps:
             self.count(step.outputs)
             for event, scored in scored_events(step, self.trail, body.logprobs):

@@ -177,7 +177,6 @@ class _ChoiceWriter(stream.ChoiceWriter):
     """One choice, whole or in chunks."""
 
     body: CompletionRequest
-    _is_first = True
 
     def __init__(
         self,
@@ -189,6 +188,7 @@ class _ChoiceWriter(stream.ChoiceWriter):
     ) -> None:
         super().__init__(index, body, made, tokenizer)
         self._prompt = prompt
+        self._prompt_ids = made.prompt_ids if body.return_token_ids else None
         self._echoed = prompt.inputs if body.echo else ""
         self._offset = len(self._echoed)
 
@@ -203,7 +203,6 @@ class _ChoiceWriter(stream.ChoiceWriter):
             logprobs = self._logprobs(prompt, self._answer_tokens(result, text))
         choice = self._choice(text, logprobs, generated)
         if body.return_token_ids:
-            choice["prompt_token_ids"] = result.prompt_ids
             shown = () if body.max_tokens == 0 else result.tokens
             choice["token_ids"] = [token.id for token in shown]
         if body.prompt_logprobs is not None:
@@ -231,16 +230,10 @@ class _ChoiceWriter(stream.ChoiceWriter):
                 chunks.append(self.chunk(self._choice("", None, output.generated)))
         return chunks
 
-    def chunk(self, choice: Json) -> Json:
-        """A chunk; the first has the prompt, too."""
-        if self.body.return_token_ids and self._is_first:
-            choice["prompt_token_ids"], self._is_first = self.made.prompt_ids, False
-        return super().chunk(choice)
-
     def _choice(
         self, text: str, logprobs: Json | None, generated: GeneratedText | None = None
     ) -> Json:
-        """The next text; `generated` if it is the last."""
+        """The next text; `generated` if it is the last. The first has the ids of the prompt."""
         echoed, self._echoed = self._echoed, ""
         choice: Json = {
             "text": echoed + text,
@@ -250,6 +243,8 @@ class _ChoiceWriter(stream.ChoiceWriter):
         }
         if generated is not None and self.body.tells_stop_reason:
             choice["stop_reason"] = generated.stop_reason
+        if self._prompt_ids is not None:
+            choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
         return choice
 
     def _logprobs(self, prompt: Sequence[ScoredToken], answer: Sequence[ScoredToken]) -> Json:

@@ -97,27 +97,29 @@ class ChoiceWriter:
         self.tokenizer = tokenizer
         self.trail = TokenTrail(body.shows_special_tokens)
         self.as_ids = bool(body.return_tokens_as_token_ids)
+        # As they are needed for each token.
+        self._tells_ids, self._tells_usage = bool(body.return_token_ids), body.tells_usage
         self._num_tokens = 0
         self._new_ids: list[int] = []
 
     def count(self, outputs: Sequence[TokenOutput]) -> None:
         """More tokens, of which the next chunk tells."""
         self._num_tokens += len(outputs)
-        if self.body.return_token_ids:
+        if self._tells_ids:
             self._new_ids += [output.token.id for output in outputs]
 
     def chunk(self, choice: Json) -> Json:
         """A chunk, with the ids of all tokens since the previous one."""
-        if self.body.return_token_ids:
+        if self._tells_ids:
             choice["token_ids"], self._new_ids = self._new_ids, []
-        return {"choices": [choice], **self.usage()}
+        return self.told({"choices": [choice]})
 
-    def usage(self) -> Json:
-        """That of this choice so far, if each chunk has it."""
-        if not self.body.tells_usage:
-            return {}
-        made = self.made
-        return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
+    def told(self, chunk: Json) -> Json:
+        """The chunk, with the usage of this choice so far if each chunk has it."""
+        if self._tells_usage:
+            made = self.made
+            chunk["usage"] = usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)
+        return chunk
 
 
 def finish_reason(generated: GeneratedText, otherwise: str = "stop") -> str:
