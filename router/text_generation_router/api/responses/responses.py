@@ -38,6 +38,7 @@ class ResponseRun:
         self._services = services
         self._conversation = conversation_of(body)
         self._trail = TokenTrail()
+        self._wants_logprobs = body.wants_logprobs
         self._response = _envelope(body, services)
         self._number = 0
 
@@ -90,11 +91,11 @@ class ResponseRun:
         return [self._event("created"), self._event("in_progress")]
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
-        body, made = self._body, list[Json]()
-        for event, tokens in scored_events(step, self._trail, body.wants_logprobs):
+        made: list[Json] = []
+        for event, tokens in scored_events(step, self._trail, self._wants_logprobs):
             logprobs: Sequence[Json] = ()
             if tokens:
-                num_top, tokenizer = body.top_logprobs or 0, self._services.tokenizer
+                num_top, tokenizer = self._body.top_logprobs or 0, self._services.tokenizer
                 logprobs = chat_logprobs(tokens, num_top, tokenizer)["content"]
             made += writer.feed(event, logprobs)
         return made
