@@ -24,6 +24,7 @@ from integration_tests.server import (
     running,
     token_ids,
 )
+from shard.tests.models.architectures import write_architecture
 
 PROMPT = "def add(first, second): the cat sat on the mat and "
 # Of each kind of split: models, other fields of config.json, numbers of shards.
@@ -141,6 +142,12 @@ def test_shards_answer_as_one(name: str, tmp_path: Path) -> None:
     expected, *found = answers_of(model, counts, "--dtype", "float32")
     for answers in found:
         assert_alike(answers, expected, TOLERANCE["float32"])
+
+
+def test_shards_of_what_transformers_computes_answer_as_one(tmp_path: Path) -> None:
+    model = write_architecture("gemma2", tmp_path)
+    expected, found = answers_of(model, (2,), "--dtype", "float32")
+    assert_alike(found, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("count", [2, *at_night(4)])

@@ -137,7 +137,8 @@ def _engine(case: Case, world: World) -> Engine:
     )
     device = open_device("cpu", options)
     numba.set_num_threads(case.num_threads)
-    return load_engine(Path(case.path), device=device, world=world, **case.form)
+    given = {"device": device, "world": world, "world_size": world.size}
+    return load_engine(Path(case.path), **given, **case.form)
 
 
 def prompt_ids(number: int, count: int) -> list[int]:

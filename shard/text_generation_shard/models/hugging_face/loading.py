@@ -58,6 +58,7 @@ class Loaded(NamedTuple):
     # A row's bits do not depend on the other rows: the device multiplies with every matrix, and
     # what torch computes of the results is the same wherever a row is.
     is_deterministic: bool
+    split: Split
 
 
 def load(
@@ -107,7 +108,8 @@ def load(
     packing.log()
     head = _head_of(model)
     others = [module for module in model.modules() if module is not head]
-    return Loaded(model, packing.nbytes, not any(_multiplies(m) or _has_tail(m) for m in others))
+    is_deterministic = not any(_multiplies(m) or _has_tail(m) for m in others)
+    return Loaded(model, packing.nbytes, is_deterministic, packing.split)
 
 
 def _has_tail(module: nn.Module) -> bool:
@@ -137,7 +139,7 @@ class Packing:
     """Replaces matrices of a model by the device's. Owns their statistics."""
 
     def __init__(self, device: Device, quantize: str | None, split: Split) -> None:
-        self._device, self._quantize, self._split = device, quantize, split
+        self._device, self._quantize, self.split = device, quantize, split
         self.nbytes = 0
         self._packs_experts = True
         # By parent: weights that wait for their siblings.
@@ -147,19 +149,20 @@ class Packing:
         self._sources: dict[type, str] = {}
         self._total, self._spoke = 0, time.monotonic()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Packing":
+        """transformers copies the settings that hold it."""
+        return self
+
     def prepare(self, model: Any) -> None:
         """Before the weights of the model are read."""
         bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
             self._quantize or "", self._device.dtype.itemsize * 8
         )
-        wanted = [
-            self._split.count(name.removesuffix(".weight"), part.numel())
-            for name, part in model.named_parameters()
-            if self.packs(model, name)
-        ]
+        wanted = [part for name, part in model.named_parameters() if self.packs(model, name)]
         self._total = len(wanted)
         kind = self._quantize or str(self._device.dtype).removeprefix("torch.")
-        self._device.check_room(sum(wanted) * bits // 8, kind)
+        least = sum(part.numel() for part in wanted) * bits // 8 // self.split.world.size
+        self._device.check_room(least, kind)
         # An expert with a norm of its own is computed by transformers.
         experts = [module for module in model.modules() if are_experts(module)]
         self._packs_experts = not any(module.has_post_expert_norm for module in experts)
@@ -168,7 +171,7 @@ class Packing:
             for module in experts:
                 module.config._experts_implementation = _NAME
                 module.own_matrices = {}
-        self._split.check(model, self.packs)
+        self.split.check(model, self.packs)
 
     def packs(self, model: Any, name: str) -> bool:
         """Whether the parameter of this name becomes a matrix of the device."""
@@ -196,11 +199,10 @@ class Packing:
         if are_experts(module):
             each = weight.transpose(1, 2) if module.is_transposed else weight
             module.own_matrices[last] = [
-                self._matrix(name, self._split.outputs(name, one), len(one), self._quantize)
-                for one in each
+                self._matrix(name, self.split.outputs(name, one), self._quantize) for one in each
             ]
             if last == expert_names(module)[1]:
-                module.own_join = self._split.join(name, each.shape[1])
+                module.own_finish = self.split.finish(name, each.shape[1])
             setattr(module, last, nn.Parameter(packed(weight), requires_grad=False))
         else:
             self._collect(model, path, weight if isinstance(module, nn.Linear) else weight.T)
@@ -220,7 +222,7 @@ class Packing:
         for path, module in list(model.named_modules()):
             parent, _, own = path.rpartition(".")
             if isinstance(module, Product) and module.bias is not None:
-                bias = self._split.bias(path, module.bias.data)
+                bias = self.split.outputs(path, module.bias.data)
                 module.bias = nn.Parameter(bias, requires_grad=False)
             if (norm := norm_like(module, self._device)) is not None:
                 setattr(model.get_submodule(parent), own, norm)
@@ -248,36 +250,24 @@ class Packing:
 
     def _replace(self, model: Any, parent: str, weights: dict[str, Tensor]) -> None:
         """Put products in the place of modules, whose weights are stacked."""
-        place, start = model.get_submodule(parent), 0
+        place, start, split = model.get_submodule(parent), 0, self.split
         paths = {name: f"{parent}.{name}".lstrip(".") for name in weights}
-        own = {name: self._split.outputs(paths[name], weight) for name, weight in weights.items()}
-        first, num_outputs = next(iter(weights)), sum(map(len, weights.values()))
+        own = {name: split.outputs(paths[name], weight) for name, weight in weights.items()}
+        first, weight = next(iter(weights.items()))
         is_head = getattr(place, first, None) is _head_of(model)
         kind = "int8" if self._quantize and is_head else self._quantize
-        matrix = self._matrix(paths[first], torch.cat([*own.values()]), num_outputs, kind)
-        num_inputs = weights[first].shape[1]
-        count = len(range(num_inputs)[self._split.inputs(paths[first], num_inputs)])
-        taken = self._split.taken(paths[first], num_inputs)
-        stacked = Stacked(matrix, len(weights), count, taken)
+        matrix = self._matrix(paths[first], torch.cat([*own.values()]), kind)
+        inputs = split.inputs(paths[first], weight.shape[1])
+        stacked = Stacked(matrix, len(weights), weight.shape[1], inputs)
         for name, weight in weights.items():
             outputs = slice(start, start := start + len(own[name]))
-            join = self._split.join(paths[name], len(weight))
-            bias = getattr(place, name).bias
-            setattr(place, name, Product(stacked, outputs, weight, bias, join))
+            bias, finish = getattr(place, name).bias, split.finish(paths[name], len(weight))
+            setattr(place, name, Product(stacked, outputs, own[name], bias, finish))
 
-    def _matrix(self, name: str, weight: Tensor, num_outputs: int, quantize: str | None) -> Matrix:
-        """weight: this rank's outputs, of so many, with all inputs. Each part has the form of the
-        whole matrix."""
-        columns = self._split.inputs(name, weight.shape[1])
-        form_of, num_inputs = self._device.quantized_form, weight.shape[1]
-        form = form_of((num_outputs, num_inputs), quantize).kind
-        shape = len(weight), len(range(num_inputs)[columns])
-        if form_of(shape, form).kind != form:
-            raise UnsupportedError(
-                f"the parts of {name}, with {shape[0]} outputs and {shape[1]} inputs, can not be "
-                f"{form} as the whole is; use another --num-shard or --quantize"
-            )
-        found = self._device.matrix(weight.contiguous(), form, columns)
+    def _matrix(self, name: str, weight: Tensor, quantize: str | None) -> Matrix:
+        """weight: this rank's outputs, with all inputs."""
+        inputs = self.split.inputs(name, weight.shape[1])
+        found = self._device.matrix(weight.contiguous(), quantize, inputs)
         self.nbytes += found.nbytes
         self._kinds[found.kind] += 1
         return found
@@ -299,9 +289,6 @@ class _Settings(QuantizationConfigMixin):
     def __init__(self, packing: Packing) -> None:
         self.quant_method: Any = _NAME
         self.packing = packing
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Settings":
-        return self
 
 
 @register_quantizer(_NAME)

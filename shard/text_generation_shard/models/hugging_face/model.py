@@ -66,7 +66,7 @@ class TransformersModel:
         loaded = load(directory, config, device, quantize, self._interface.name, world)
         # What follows computes passes.
         world.meet()
-        self.nbytes, self._modules = loaded.nbytes, loaded.model
+        self.nbytes, self._modules, self._split = loaded.nbytes, loaded.model, loaded.split
         # Stands for the base model while scores are computed.
         base = self._modules.base_model
         self._head = _Head(base)
@@ -204,10 +204,13 @@ class TransformersModel:
         return hidden
 
     def theirs(self, input_ids: Tensor) -> Tensor:
-        """Scores [T, vocab_size] of one text [T], by transformers' own attention."""
+        """Scores [T, vocab_size] of one text [T], by transformers' own attention, and of modules
+        that are not split."""
         self._modules.set_attn_implementation("eager")
+        self._split.gathers_all = True
         with _refused(self.config.architecture):
             out = self._modules(input_ids=input_ids[None], use_cache=False)
+        self._split.gathers_all = False
         self._modules.set_attn_implementation(self._interface.name)
         scores: Tensor = out.logits[0].float()
         return scores

@@ -15,24 +15,35 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 _NORM_STEPS = 8
 
 
+Finish = Callable[[Tensor, Tensor | None], Tensor]
+"""Makes the outputs of a module of this rank's results [T, N] and bias."""
+
+
+def plus(part: Tensor, bias: Tensor | None) -> Tensor:
+    """What one rank has is all."""
+    return part if bias is None else part + bias
+
+
 class Stacked:
     """The stacked weights of modules that multiply the same input: the first one multiplies for
     all. Keeps an input and its results until the last one has called."""
 
-    def __init__(self, matrix: Matrix, num_callers: int, num_inputs: int, taken: slice) -> None:
-        """taken: of what comes, as many as `num_inputs`."""
+    def __init__(self, matrix: Matrix, num_callers: int, num_inputs: int, own: slice) -> None:
+        """own: this rank's inputs, which come alone, or with all `num_inputs`."""
         self._matrix, self._num_callers = matrix, num_callers
-        self._num_inputs, self._taken = num_inputs, taken
+        self._num_inputs, self._own = num_inputs, own
         self._input: Tensor | None = None
         self._out, self._num_left = torch.empty(0), 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[…, K] → [T, the outputs of all]."""
         if hidden is not self._input:
-            rows = hidden.reshape(-1, hidden.shape[-1])[:, self._taken].contiguous()
-            if rows.shape[1] != self._num_inputs:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            if rows.shape[1] == self._num_inputs:
+                rows = rows[:, self._own]
+            elif rows.shape[1] != self._own.stop - self._own.start:
                 raise ValueError(f"{rows.shape[1]} inputs for {self._num_inputs}")
-            self._input, self._out = hidden, self._matrix(rows)
+            self._input, self._out = hidden, self._matrix(rows.contiguous())
             self._num_left = self._num_callers
         out = self._out
         self._num_left -= 1
@@ -50,19 +61,18 @@ class Product(nn.Module):
         own: slice,
         weight: Tensor,
         bias: nn.Parameter | None,
-        join: Callable[[Tensor], Tensor],
+        finish: Finish,
     ) -> None:
-        """own: its outputs in the stack, of which `join` makes those of its weight [N, K], before
-        the bias is added."""
+        """own: its outputs in the stack, those of its weight [N, K]."""
         super().__init__()
         self._stacked, self.bias, self.weight = stacked, bias, packed(weight)
         self.out_features, self.in_features = weight.shape
-        self._own, self._join = own, join
+        self._own, self._finish = own, finish
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, K] → […, N]."""
-        out = self._join(self._stacked(hidden)[:, self._own]).view(*hidden.shape[:-1], -1)
-        return out if self.bias is None else out + self.bias
+        out = self._finish(self._stacked(hidden)[:, self._own], self.bias)
+        return out.view(*hidden.shape[:-1], out.shape[1])
 
 
 class Norm(nn.Module):
@@ -138,5 +148,5 @@ def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     total = out[:, 0]
     for number in range(1, chosen.shape[1]):
         total = total + out[:, number]
-    joined: Tensor = self.own_join(total)
-    return joined
+    finished: Tensor = self.own_finish(total, None)
+    return finished
