@@ -88,7 +88,7 @@ def test_a_child_that_draws_writes_to_the_standard_error_of_the_launcher(capfd):
 
 
 def test_a_child_whose_launcher_is_already_dead_ends_itself():
-    script = "from text_generation_process.lifetime import end_with_parent\nend_with_parent(-1)\n"
+    script = "from text_generation_process.worker import end_with_parent\nend_with_parent(-1)\n"
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from text_generation_process.lifetime import end_with_parent
+from text_generation_process.worker import end_with_parent
 
 from text_generation_launcher.log import LogLine, parse_line
 

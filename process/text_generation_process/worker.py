@@ -7,6 +7,7 @@ next one is forked in milliseconds. Arguments and answers are bytes, so that no 
 in the parent.
 """
 
+import ctypes
 import gc
 import importlib
 import io
@@ -24,8 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from text_generation_process.lifetime import end_with_parent
-
+_PR_SET_PDEATHSIG = 1
+# Loaded here, because a fork must not wait for a lock of the loader.
+_prctl = ctypes.CDLL(None).prctl
 START_S = 30.0
 """For preparing the module: long, because the machine also loads the model."""
 # A runner ends itself at the timeout of its call. Without an answer this much later, all processes
@@ -227,6 +229,14 @@ def _has_ended(connection: socket.socket) -> bool:
     poller = select.poll()  # not `select`, which takes no descriptor above 1023
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def end_with_parent(parent: int) -> None:
+    """Called by a child: the kernel kills it when its parent process ends, even if it has ended
+    already. (Exactly: when the thread that started the child ends.)"""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- In the server process ----

@@ -4,8 +4,7 @@ import logging
 from datetime import UTC, datetime
 
 import orjson
-from text_generation_process.descriptors import Output
-from text_generation_process.logs import send_to_output
+from text_generation_process.descriptors import Output, send_to_output
 
 from text_generation_router.request_id import current
 

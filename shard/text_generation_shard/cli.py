@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from text_generation_process.defaults import LOGGER_LEVEL
-from text_generation_process.descriptors import Output, raise_file_limit
-from text_generation_process.logs import send_to_output
+from text_generation_process.descriptors import Output, raise_file_limit, send_to_output
 from text_generation_process.option import add_flags
 
 from text_generation_shard.config import ShardConfig
