@@ -9,7 +9,6 @@ from pathlib import Path
 from text_generation_process import defaults
 from text_generation_process.flags import contradictions
 from text_generation_process.option import Child, InvalidOptions, Mode, Values
-from text_generation_process.tracing import check_tracing
 
 from text_generation_launcher import options
 from text_generation_launcher.log import LEVELS, normalize_level
@@ -95,10 +94,6 @@ def create_config(
         values = {**values, "port": values.get("aip-http-port", values["port"])}
     for sentence in _contradictions(values, mode):
         raise InvalidOptions(sentence)
-    try:
-        check_tracing(first(values, "otlp-endpoint"))
-    except ValueError as error:
-        raise InvalidOptions(str(error)) from error
     model_id = _model_id(values)
     sharded, num_shard = first(values, "sharded"), first(values, "num-shard")
     num_shards = find_num_shards(

@@ -33,7 +33,7 @@ from text_generation_process.option import (
     whole,
     without_effect,
 )
-from text_generation_process.tracing import collector
+from text_generation_process.tracing import collector, missing_packages
 
 # Prefix of the sockets of a shard that is started without a launcher.
 _UDS_PATH = f"/tmp/{defaults.SOCKET_NAME}"
@@ -469,3 +469,4 @@ def contradictions(given: Callable[[str], Any]) -> Iterator[str]:
         yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
     if (route := given("aip-predict-route")) and route == given("aip-health-route"):
         yield "--aip-predict-route and --aip-health-route must be two paths"
+    yield from missing_packages(given("otlp-endpoint"))

@@ -239,8 +239,8 @@ def check_flags(config: Any) -> None:
     for one, option in flags_of(type(config)):
         value = getattr(config, one.name)
         if value is None or option.modes == () or (one.name == "port" and value == 0):
-            continue
-        for given in value if option.repeat else (value,):
+            continue  # port 0: any free one
+        for given in value if isinstance(value, tuple) else (value,):
             try:
                 option.parse(str(given))
             except ValueError as error:

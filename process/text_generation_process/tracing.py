@@ -44,16 +44,10 @@ def collector(value: str) -> str:
     return address if port is not None else f"{address}:{_PORTS[url.scheme]}"
 
 
-def check_tracing(endpoint: str | None) -> None:
-    """Raises ValueError, with a sentence for the user, if traces can not be sent to `endpoint`."""
-    if endpoint is None:
-        return
-    try:
-        collector(endpoint)
-    except ValueError as error:
-        raise ValueError(f"`--otlp-endpoint` must be {error}. Given: {endpoint}") from error
-    if not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
-        raise ValueError(
+def missing_packages(endpoint: str | None) -> Iterator[str]:
+    """The sentence for the user, if traces can not be sent because a package is missing."""
+    if endpoint is not None and not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
+        yield (
             "--otlp-endpoint needs OpenTelemetry, which is not installed: install it with "
             "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or start "
             "without --otlp-endpoint"
@@ -99,7 +93,7 @@ def open_tracer(
 
     A slow or unreachable collector delays no request: spans are lost, and the log reports it. A
     span is sent if the trace that it continues is sampled. A new trace is sampled by
-    OTEL_TRACES_SAMPLER, or always. `check_tracing` must have passed.
+    OTEL_TRACES_SAMPLER, or always. No package may be missing.
     """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

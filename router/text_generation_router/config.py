@@ -6,7 +6,6 @@ from importlib.metadata import version
 from text_generation_process import defaults
 from text_generation_process.flags import RouterFlags, contradictions
 from text_generation_process.option import check_flags
-from text_generation_process.tracing import check_tracing
 
 VERSION = version("pytgi")
 
@@ -17,7 +16,6 @@ class RouterConfig(RouterFlags):
 
     def __post_init__(self) -> None:
         check_flags(self)
-        check_tracing(self.otlp_endpoint)
         if self.restart and self.launcher_fd is None:
             raise ValueError(
                 "`--restart` needs `--launcher-fd`: the launcher starts the new shards"

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 from text_generation_process import defaults
 from text_generation_process.flags import ShardFlags
+from text_generation_process.option import check_flags
 
 
 @dataclass(frozen=True)
 class ShardConfig(ShardFlags):
-    """Settings of one shard, made once by `cli`."""
+    """Settings of one shard, made once by `cli`. ValueError, a sentence, if one can not be."""
+
+    def __post_init__(self) -> None:
+        check_flags(self)
 
     @property
     def starting_deadline_s(self) -> float:

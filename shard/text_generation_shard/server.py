@@ -15,7 +15,7 @@ import grpc
 import torch
 import uvloop
 from text_generation_process.sockets import check_length, remove_stale
-from text_generation_process.tracing import check_tracing
+from text_generation_process.tracing import missing_packages
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
@@ -118,7 +118,8 @@ def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0), a fatal device error (1), or until another shard
     is lost (3)."""
     check_length(config.socket_path, _PATH_FLAG)
-    check_tracing(config.otlp_endpoint)
+    for sentence in missing_packages(config.otlp_endpoint):
+        raise ModelError(sentence)
     # All computation, loading too, happens in one thread: OpenMP keeps a thread pool for each
     # thread that has computed, and more threads than cores slow each other down.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
