@@ -13,9 +13,11 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import (
+    AbstractAsyncContextManager,
     ExitStack,
     asynccontextmanager,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from dataclasses import replace
@@ -117,8 +119,11 @@ class Infer:
                 if charge is not None:
                     charge(len(request.input_ids), time.perf_counter())
                 wait_s = self._max_queue_wait_s
+                limits: AbstractAsyncContextManager[None] = nullcontext()
+                if deadline is not None or wait_s is not None:
+                    limits = time_limited(self._batcher, entries, deadline, wait_s)
                 try:
-                    async with time_limited(self._batcher, entries, deadline, wait_s):
+                    async with limits:
                         yield entries
                 finally:
                     for entry in entries:

@@ -119,7 +119,7 @@ class Delivery:
             tops = result.prefill_top_tokens.get(entry.id, ((), ()))
             ranks = result.prefill_ranks.get(entry.id, ())
             entry.prefill = entry.answer.prefill(prefill_logprobs, tops, ranks)
-        elif entry.request.asked.is_prompt_only:
+        elif entry.is_prompt_only:
             pooled = result.pooled_prompts.get(entry.id, b"")
             scores = result.token_scores.get(entry.id, ())
             entry.prefill = PrefillOutput((), pooled=pooled, scores=scores)
@@ -132,7 +132,7 @@ class Delivery:
                 self._end(entry, None)
                 break
         entry.deliver(outputs)
-        if not entry.request.asked.is_prompt_only:
+        if not entry.is_prompt_only:
             self._note_tokens(entry, len(outputs), now)
 
     def _note_tokens(self, entry: Entry, num_tokens: int, now: float) -> None:

@@ -54,6 +54,13 @@ class Entry:
         self.rank = (-request.priority, entry_id)
         """Order of entries: lower first, by priority, then age. Unique."""
         self.request = request
+        self.prompt_ids = request.input_ids
+        """The prompt as the model reads it."""
+        self.prompt_tokens = len(request.input_ids)
+        """Length of the prompt."""
+        self.max_context = self.prompt_tokens + request.max_new_tokens
+        """The most tokens it can ever have."""
+        self.is_prompt_only = request.asked.is_prompt_only
         self.answer = answer
         """The text side: what has been delivered so far."""
         self.token_ids: list[int] = []
@@ -99,28 +106,18 @@ class Entry:
         self._outputs: list[TokenOutput] = []
         # Follows the unread outputs.
         self._failure: RouterError | None = None
-        # The client awaits it while no output is ready.
+        # The client awaits it while no output is ready; it is done if the client waits no longer.
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt as the model reads it."""
-        return self.request.input_ids
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.input_ids)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens."""
-        return len(self.request.input_ids) + len(self.token_ids)
+        return self.prompt_tokens + len(self.token_ids)
 
     @property
     def input_ids(self) -> tuple[int, ...]:
         """The input of a prefill: the prompt, and after preemption the generated tokens too."""
-        return (*self.request.input_ids, *self.token_ids)
+        return (*self.prompt_ids, *self.token_ids)
 
     @property
     def wants_prefill_logprobs(self) -> bool:
@@ -132,14 +129,9 @@ class Entry:
         """Whether the result needs hidden states or scores of all tokens, which are not cached."""
         return self.wants_prefill_logprobs or self.request.asked.pooling is Pooling.MEAN
 
-    @property
-    def max_context(self) -> int:
-        """The most tokens it can ever have."""
-        return len(self.request.input_ids) + self.request.max_new_tokens
-
     def full_blocks(self, start: int, num_tokens: int, block_size: int) -> Iterator[Tokens]:
         """The packed tokens of each full block from `start` on, of its first `num_tokens`."""
-        prompt, num_prompt = self.request.input_ids, len(self.request.input_ids)
+        prompt, num_prompt = self.prompt_ids, self.prompt_tokens
         for first in range(start * block_size, num_tokens - block_size + 1, block_size):
             end = first + block_size
             tokens: Sequence[int] = prompt[first:end]
@@ -179,10 +171,7 @@ class Entry:
                 self.error = self._failure
                 raise self.error
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
 
     async def collect(self) -> GenerateResult:
         """Reads it to the end, whole; raises its failure."""

@@ -78,7 +78,7 @@ class EntryBlocks:
         snapshots, block_size = self.cache.snapshots, self._limits.block_size
         if entry.snapshot is not None:
             snapshots.use(entry.snapshot)
-        last = (len(entry.request.input_ids) - 1) // block_size * block_size
+        last = (entry.prompt_tokens - 1) // block_size * block_size
         for position in sorted({num_known, last}):
             if position <= chain.num_blocks * block_size:
                 continue
@@ -90,7 +90,7 @@ class EntryBlocks:
     def _salt(self, entry: Entry) -> Hashable:
         """What the KV of an entry depends on beyond its tokens; None: it shares no blocks. For
         models that scale long contexts, lengths are a part of it."""
-        limits, num_prompt = self._limits, len(entry.request.input_ids)
+        limits, num_prompt = self._limits, entry.prompt_tokens
         limit, is_long = limits.recompute_at, False
         if limit is not None:
             is_long = entry.num_tokens > limit

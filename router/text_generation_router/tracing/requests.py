@@ -147,7 +147,7 @@ class RequestTrace:
         for entry in entries[: max(0, MOST_SEQUENCES - self._num_sequences)]:
             sequences[entry.id] = SequenceTrace(self, entry, arrival)
         self._num_sequences += len(entries)
-        self._input_tokens += len(first.request.input_ids)
+        self._input_tokens += first.prompt_tokens
 
     def end(self, entry: Entry, error_type: str) -> None:
         """A sequence has ended; `error_type` says why if it has no ending and no error."""
@@ -156,7 +156,7 @@ class RequestTrace:
             error_type = entry.error.error_type
         if ending is None:
             self.fail(error_type)
-        if not entry.request.asked.is_prompt_only:
+        if not entry.is_prompt_only:
             self._output_tokens += len(entry.token_ids)
             if ending is not None:
                 self._finish_reasons.append(ending.generated.finish_reason.value)
@@ -247,7 +247,7 @@ class SequenceTrace:
         spans = [(request.span("queue", entry.queued), started or now)]
         if started is not None:
             span = request.span("prefill", started, before)
-            span.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
+            span.set_attribute("gen_ai.usage.input_tokens", entry.prompt_tokens)
             span.set_attribute("gen_ai.usage.cache_read.input_tokens", entry.cached_tokens)
             spans.append((span, prefilled or now))
         if prefilled and (error_type or len(entry.token_ids) > 1):
