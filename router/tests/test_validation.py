@@ -1,7 +1,7 @@
 """Every rule, its sentence, and the order in which they are tried."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,7 @@ from text_generation_router.validation import (
     GenerateParameters,
     Limits,
     Validation,
-    check_best_of,
-    check_stream,
+    check_first,
 )
 
 from router.tests.serving import BOS_ID, ScriptedShards, script_of, write_tokenizer
@@ -204,26 +203,22 @@ STREAM = "is not supported when streaming tokens"
 
 
 @pytest.mark.parametrize(
-    ("check", "sentence"),
+    ("given", "max_best_of", "is_stream", "sentence"),
     [
-        (lambda: check_stream(asked(best_of=0)), f"`best_of` != 1 {STREAM}"),
-        (
-            lambda: check_stream(asked(decoder_input_details=True)),
-            f"`decoder_input_details` == true {STREAM}",
-        ),
-        (
-            lambda: check_best_of(2, replace(LIMITS, max_best_of=1)),
-            "`best_of` != 1 is not allowed for this endpoint",
-        ),
-        (lambda: check_best_of(3, LIMITS), "`best_of` must be > 0 and <= 2. Given: 3"),
-        (lambda: check_best_of(0, LIMITS), "`best_of` must be > 0 and <= 2. Given: 0"),
+        ({"best_of": 0}, 2, True, f"`best_of` != 1 {STREAM}"),
+        ({"decoder_input_details": True}, 2, True, f"`decoder_input_details` == true {STREAM}"),
+        ({"best_of": 2}, 1, False, "`best_of` != 1 is not allowed for this endpoint"),
+        ({"best_of": 3}, 2, False, "`best_of` must be > 0 and <= 2. Given: 3"),
+        ({"best_of": 0}, 2, False, "`best_of` must be > 0 and <= 2. Given: 0"),
     ],
-    ids=range(5),
 )
-def test_streams_and_best_of(check: Callable[[], None], sentence: str) -> None:
-    check_stream(asked(best_of=1))
+def test_streams_and_best_of(
+    given: dict[str, object], max_best_of: int, is_stream: bool, sentence: str
+) -> None:
+    limits = replace(LIMITS, max_best_of=max_best_of)
+    check_first(asked(best_of=1), limits, is_stream)
     with pytest.raises(ValidationError) as caught:
-        check()
+        check_first(asked(**given), limits, is_stream)
     assert str(caught.value) == sentence
 
 

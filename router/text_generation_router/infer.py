@@ -39,8 +39,7 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import (
     GenerateParameters,
     Validation,
-    check_best_of,
-    check_stream,
+    check_first,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,8 +103,8 @@ class Infer:
         arrival = time.perf_counter()
         entries: list[Entry] = []
         try:
-            if is_stream and isinstance(asked, GenerateParameters):
-                check_stream(asked)
+            if isinstance(asked, GenerateParameters):
+                check_first(asked, self._validation.limits, is_stream)
             with self.admitted(num_sequences, options):
                 if not isinstance(asked, GenerateParameters):
                     asked = await asked()
@@ -194,12 +193,6 @@ class Infer:
         The best has the highest mean log-probability, the first of equals. One failure fails all.
         """
         best_of = 1 if asked.best_of is None else asked.best_of
-        if best_of != 1:
-            try:
-                check_best_of(best_of, self._validation.limits)
-            except RouterError as error:
-                self._count((), options, error)
-                raise
         results = await self.generate_many(asked, best_of, options)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
         return results.pop(winner), results

@@ -110,21 +110,19 @@ def _wrong_biases(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
             yield f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
 
 
-def check_stream(asked: GenerateParameters) -> None:
-    """Refuses parameters that can not be streamed; the first check of streaming routes."""
-    if asked.best_of is not None and asked.best_of != 1:
+def check_first(asked: GenerateParameters, limits: Limits, is_stream: bool) -> None:
+    """Refuses a `best_of` that this server does not allow, and what can not be streamed. It comes
+    before permits are taken. Raises ValidationError."""
+    best_of = 1 if asked.best_of is None else asked.best_of
+    if is_stream and best_of != 1:
         raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
-    if asked.decoder_input_details:
+    if is_stream and asked.decoder_input_details:
         raise ValidationError(
             "`decoder_input_details` == true is not supported when streaming tokens"
         )
-
-
-def check_best_of(best_of: int, limits: Limits) -> None:
-    """Refuses a `best_of` that this server does not allow."""
     if limits.max_best_of == 1 and best_of != 1:
         raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
-    if not 0 < best_of <= limits.max_best_of:
+    if best_of != 1 and not 0 < best_of <= limits.max_best_of:
         raise ValidationError(
             f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
         )

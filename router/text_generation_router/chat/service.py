@@ -180,18 +180,18 @@ class ChatService:
 
         Raises RouterError: TemplateError, ToolError, and those of `Infer.start_many`.
         """
-        prompt = ""
         grammar: Grammar | None = None
 
         async def parameters() -> GenerateParameters:
-            nonlocal prompt, grammar
+            nonlocal grammar
             made = await self._parameters(conversation)
-            prompt, grammar = made.inputs, made.grammar
+            grammar = made.grammar
             return made
 
         num_sequences = conversation.num_sequences
         try:
             async with self.infer.start_many(parameters, num_sequences, options) as entries:
+                prompt = entries[0].request.asked.inputs
                 yield [
                     ChatGeneration(entry, self._parser(conversation, prompt)) for entry in entries
                 ]
