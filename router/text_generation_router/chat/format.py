@@ -14,7 +14,8 @@ ARGUMENT_NAME = re.compile(r"[\w.$@/-]+")
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 """A part of a marker that may be one token of the tokenizer."""
 _REASONING_MARKERS = (
-    *(("<think>", "</think>"), ("[THINK]", "[/THINK]")),
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
     ("<|channel>thought\n", "<channel|>"),
 )
 _RESPONSE_MARKERS = ("<response>", "</response>")

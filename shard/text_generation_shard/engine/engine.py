@@ -144,7 +144,11 @@ class Engine:
         self._splits = False
         unused = np.array(model.config.unused_ids, dtype=np.int64)
         self._table = table = RowTable(
-            *(capacity, max_total_tokens, self.block_size, num_blocks, num_snapshots)
+            capacity=capacity,
+            max_total_tokens=max_total_tokens,
+            block_size=self.block_size,
+            num_cache_blocks=num_blocks,
+            num_snapshots=num_snapshots,
         )
         self._fixed = Fixed(
             model=model,

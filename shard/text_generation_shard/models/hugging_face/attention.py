@@ -31,9 +31,17 @@ from text_generation_shard.errors import UnsupportedError
 # not computed.
 _WITHOUT_EFFECT = frozenset(
     {
-        *("cache", "dropout", "is_causal", "logits_to_keep", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "position_embeddings"),
-        *("position_ids", "return_dict", "use_cache"),
+        "cache",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
     }
 )
 # Cached heads have a multiple of this many features, as kernels take them.
