@@ -37,7 +37,6 @@ from text_generation_router.scheduler.watch import (
     StepDeadlines,
     Trace,
     WatchedShards,
-    untraced,
 )
 from text_generation_router.state import LOADING, ServerState, State
 from text_generation_router.tokenizer import Tokenizer
@@ -171,7 +170,7 @@ def assemble(
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
         connect = Reconnection(config, info, warmup)
-    trace: Trace = untraced
+    trace: Trace | None = None
     if tracing is not None:
         from text_generation_router.tracing.requests import StepTrace
 

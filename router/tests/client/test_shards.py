@@ -198,11 +198,16 @@ async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
             await client.health()
 
 
-async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
-    async with serving(tmp_path, 1) as (client, [rank]):
-        rank.delay_s = 5
-        call = asyncio.create_task(client.step(make_decode(), 3))
-        await until(lambda: bool(rank.asked))
+@pytest.mark.parametrize("plan", [make_decode(), make_prefill()], ids=["decode", "prefill"])
+@pytest.mark.parametrize("num", [1, 2])
+async def test_a_call_in_flight_fails_when_the_client_closes(
+    tmp_path: Path, num: int, plan: Plan
+) -> None:
+    async with serving(tmp_path, num) as (client, ranks):
+        for rank in ranks:
+            rank.delay_s = 5
+        call = asyncio.create_task(client.step(plan, 3))
+        await until(lambda: all(rank.asked for rank in ranks))
         await client.close()
         with pytest.raises(GenerationError, match="Could not connect"):
             await asyncio.wait_for(call, 1)

@@ -84,7 +84,11 @@ class Reconnection:
 
     async def _warm_up(self, shards: ShardedClient) -> None:
         await shards.clear_cache(None)
-        self._check_info(await shards.info())
+        info = await shards.info()
+        for name in {*ShardInfo.__slots__} - {"last_number", "spares_core"}:
+            new, old = getattr(info, name), getattr(self._info, name)
+            if new != old:
+                raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
         warmup = await shards.warmup(
             max_prefill_tokens=self._config.max_batch_prefill_tokens,
             max_batch_size=self._config.batch_rows,
@@ -97,12 +101,6 @@ class Reconnection:
             new, old = getattr(warmup, name), getattr(self._warmup, name)
             if new != old:
                 raise GenerationError(f"they have {new} {kind}, the old ones had {old}")
-
-    def _check_info(self, info: ShardInfo) -> None:
-        for name in ShardInfo.__slots__:
-            new, old = getattr(info, name), getattr(self._info, name)
-            if new != old and name not in ("last_number", "spares_core"):
-                raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
 
 
 def _identity(path: str) -> _Identity | None:

@@ -7,7 +7,7 @@ from typing import Any
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, Pooling, Request
+from text_generation_router.request import FinishReason, Pooling
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import CachedBatch, GrammarResult, StepResult
@@ -76,41 +76,33 @@ class WarmupResult:
 
 def _to_request(entry: Entry) -> pb.Request:
     assert entry.block_table is not None
-    request = entry.request
+    request, sampling, asked = entry.request, entry.request.sampling, entry.request.asked
     return pb.Request(
         id=entry.id,
         input_ids=entry.input_ids,
         num_prompt_tokens=len(request.input_ids),
         num_cached_tokens=entry.num_cached_tokens,
         block_table=entry.block_table,
-        parameters=_to_parameters(request.sampling),
-        stopping_parameters=_to_stopping(request),
+        parameters=pb.NextTokenChooserParameters(
+            **{name: getattr(sampling, name) for name in _SAMPLING},
+            logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+            logit_bias_values=[bias for _, bias in sampling.logit_bias],
+        ),
+        stopping_parameters=pb.StoppingCriteriaParameters(
+            max_new_tokens=request.max_new_tokens,
+            min_new_tokens=asked.min_new_tokens or 0,
+            ignore_eos_token=asked.ignore_eos_token,
+            stop_token_ids=asked.stop_token_ids,
+        ),
         prefill_logprobs=entry.wants_prefill_logprobs,
-        top_n_tokens=request.asked.top_n_tokens or 0,
+        top_n_tokens=asked.top_n_tokens or 0,
         grammar=request.grammar,
         chunk_len=entry.chunk_len,
-        pooling=_POOLINGS[request.asked.pooling],
-        score_token_ids=request.asked.score_token_ids,
+        pooling=_POOLINGS[asked.pooling],
+        score_token_ids=asked.score_token_ids,
         snapshot=entry.snapshot,
         snapshot_positions=list(entry.stores),
         snapshot_places=list(entry.stores.values()),
-    )
-
-
-def _to_parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
-    return pb.NextTokenChooserParameters(
-        **{name: getattr(sampling, name) for name in _SAMPLING},
-        logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
-        logit_bias_values=[bias for _, bias in sampling.logit_bias],
-    )
-
-
-def _to_stopping(request: Request) -> pb.StoppingCriteriaParameters:
-    return pb.StoppingCriteriaParameters(
-        max_new_tokens=request.max_new_tokens,
-        min_new_tokens=request.asked.min_new_tokens or 0,
-        ignore_eos_token=request.asked.ignore_eos_token,
-        stop_token_ids=request.asked.stop_token_ids,
     )
 
 

@@ -103,12 +103,8 @@ class Shards(Protocol):
 Connect = Callable[[Callable[[str], None]], Awaitable[Shards]]
 # Sends a step, with a trace context.
 Send = Callable[[str], Coroutine[Any, Any, StepResult]]
+# Makes a span of a step, and sends the step with it.
 Trace = Callable[[Plan, Send], Coroutine[Any, Any, StepResult]]
-
-
-def untraced(plan: Plan, send: Send) -> Coroutine[Any, Any, StepResult]:
-    """A step without a span."""
-    return send("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +183,7 @@ class WatchedShards:
         deadlines: StepDeadlines | None = None,
         connect: Connect | None = None,
         note_restart: Callable[[], None] = lambda: None,
-        trace: Trace = untraced,
+        trace: Trace | None = None,
     ) -> None:
         """`connect` waits for new shards, and calls its argument with a sentence while the old ones
         have not ended. If it raises GenerationError, no more shards are awaited. Without it lost
@@ -235,7 +231,7 @@ class WatchedShards:
                 self._deadlines.of(sum(plan.chunks.values())),
             )
 
-        return self._trace(plan, send)
+        return send("") if self._trace is None else self._trace(plan, send)
 
     def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]:
         """See `Shards.filter_batch`."""
