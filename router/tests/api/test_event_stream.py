@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 from text_generation_router.api import sse
 from text_generation_router.api.sse import EventStream, event
-from text_generation_router.edge.front import in_pieces
+from text_generation_router.edge.front import STREAM, in_pieces
 from text_generation_router.errors import GenerationError
 
 from router.tests.chats import serve_chat
@@ -46,9 +46,8 @@ class Client:
         self.times: list[float] = []
         self.has_left = asyncio.Event()
         self._appetite = appetite
-        self.send = in_pieces(self._take, self._take)
 
-    async def _take(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
         if len(self.sent) == self._appetite:
             await asyncio.Event().wait()
         self.sent.append(message)
@@ -143,7 +142,8 @@ async def test_events_go_past_whatever_is_wrapped_around_the_start() -> None:
     source.chunks.put_nowait(b"a")
     source.chunks.put_nowait(None)
     send = in_pieces(client.send, direct.send)
-    await EventStream(source.events(), {}, failed)(SCOPE, client.receive, send)
+    scope = {**SCOPE, "extensions": {STREAM: {}}}
+    await EventStream(source.events(), {}, failed)(scope, client.receive, send)
     assert [message["type"] for message in client.sent] == ["http.response.start"]
     assert direct.bodies() == [(b"a", True), (b"", False)]
 
@@ -180,7 +180,7 @@ async def test_a_write_that_fails_is_no_failure_of_the_events() -> None:
 
     source.chunks.put_nowait(b"a")
     with pytest.raises(ZeroDivisionError):
-        await EventStream(source.events(), {}, failed)(SCOPE, client.receive, in_pieces(send, send))
+        await EventStream(source.events(), {}, failed)(SCOPE, client.receive, send)
     assert source.is_closed
     assert client.bodies() == []
 

@@ -100,6 +100,7 @@ async def test_streams_get_the_servers_own_send() -> None:
         found.append(send)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert STREAM in scope["extensions"]
         await send({"type": STREAM, "write": write})
 
     await Front(app, refuse)(request(0), receive, send)

@@ -69,7 +69,10 @@ class EventStream(EventSourceResponse):
                     "headers": self.raw_headers,
                 }
             )
-            await send({"type": STREAM, "write": partial(self._run, receive)})
+            if STREAM in scope.get("extensions", ()):
+                await send({"type": STREAM, "write": partial(self._run, receive)})
+            else:
+                await self._run(receive, send)
 
     async def _run(self, receive: Receive, send: Send) -> None:
         clock = asyncio.get_running_loop().time

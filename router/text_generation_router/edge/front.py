@@ -15,7 +15,8 @@ PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 # These stay open during shutdown.
 ALWAYS_OPEN = PROBES | {"/metrics"}
 STREAM = "text_generation_router.stream"
-"""The type of a message that is the whole body of a stream, which `write` writes to a `send`.
+"""The type of a message that is the whole body of a stream, which `write` writes to a `send`; and
+the name of this extension of ASGI in a scope.
 
 It goes through all middleware once. Each layer of FastAPI and starlette wraps `send` in another
 coroutine, which does nothing with events but would cost time at each of them.
@@ -64,6 +65,7 @@ class Front:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_running += 1
         scope[ARRIVAL] = asyncio.get_running_loop().time()
+        scope["extensions"] = {**scope.get("extensions", {}), STREAM: {}}
         try:
             await self._start()
             await self.app(scope, receive, send)
