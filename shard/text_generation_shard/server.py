@@ -190,6 +190,11 @@ def _load_together(device: Device, config: ShardConfig, chosen: Chosen) -> Engin
 def load_on(device: Device, config: ShardConfig, chosen: Chosen, world: World) -> Engine:
     """The model on an open device."""
     model, nbytes = load_model(config.model_path, chosen, device, world, config.quantize)
+    if config.deterministic and not model.is_deterministic:
+        raise ModelError(
+            f"--deterministic is not supported with {chosen.config.architecture}: torch computes "
+            "parts of it, and rounds them differently in other batches; remove the flag"
+        )
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     return Engine(device, model, nbytes, watermark, world)
 

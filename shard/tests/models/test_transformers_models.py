@@ -193,6 +193,13 @@ def test_a_configuration_for_which_the_code_of_transformers_fails_is_refused(
         load_engine(path, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "lfm2"])
+def test_same_bits_are_not_promised_where_torch_computes(name: str, tmp_path: Path) -> None:
+    path = write_architecture(name, tmp_path)
+    with pytest.raises(ModelError, match="--deterministic is not supported with"):
+        load_engine(path, deterministic=True, **SETTINGS)
+
+
 @pytest.mark.skipif(IS_OLD, reason="the table is of the newest version")
 def test_the_documents_say_how_it_is_served(served: Served) -> None:
     """UPDATE_FROZEN=1 writes the row of each model into docs/models.md."""
