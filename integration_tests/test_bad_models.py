@@ -74,9 +74,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "unsupported architecture": (
         lambda d: edit_json(
-            d / "config.json", model_type="mamba", architectures=["MambaForCausalLM"]
+            d / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"]
         ),
-        ("MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+        ("transformers", "no decoder", "t5"),
     ),
     "quantized, in one word": (
         lambda d: edit_json(d / "config.json", quantization_config="awq"),

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_process import defaults
-from text_generation_process.flags import contradictions
-from text_generation_process.option import Child, InvalidOptions, Mode, Values
+from text_generation_process.option import Child, InvalidOptions, Mode, Values, contradictions
 
 from text_generation_launcher import options
 from text_generation_launcher.log import LEVELS, normalize_level

@@ -4,11 +4,9 @@ A field of `ShardFlags` or `RouterFlags` is a flag of that process. The launcher
 passes it on, unless it is made by `own`. A flag that both have is written in both.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from text_generation_process import defaults
 from text_generation_process.option import (
@@ -33,7 +31,7 @@ from text_generation_process.option import (
     whole,
     without_effect,
 )
-from text_generation_process.tracing import collector, missing_packages
+from text_generation_process.tracing import collector
 
 # Prefix of the sockets of a shard that is started without a launcher.
 _UDS_PATH = f"/tmp/{defaults.SOCKET_NAME}"
@@ -439,34 +437,3 @@ def _options() -> tuple[Option, ...]:
 
 
 OPTIONS = _options()
-
-
-def contradictions(given: Callable[[str], Any]) -> Iterator[str]:
-    """The sentences about flags of the router that are wrong together. `given` returns the value of
-    a flag; None: it has none."""
-    limits = ("max-input-tokens", "max-total-tokens", "max-batch-total-tokens")
-    longest_input, longest, batch = (int(given(name) or 0) for name in limits)
-    if longest_input >= longest > 0:
-        yield (
-            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
-            "which counts the answer as well: lower the first or raise the second"
-        )
-    if longest > batch > 0:
-        yield (
-            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
-            "lower the first or raise the second"
-        )
-    if (port := given("port")) and port == given("prometheus-port"):
-        yield (
-            f"--prometheus-port and --port are both {port}: /metrics is on --port already, start "
-            "without --prometheus-port or choose another"
-        )
-    has_keys = given("api-key") or given("api-key-file") is not None
-    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
-        if given(name) is not None and not has_keys:
-            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
-    if (given("ssl-certfile") is None) != (given("ssl-keyfile") is None):
-        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
-    if (route := given("aip-predict-route")) and route == given("aip-health-route"):
-        yield "--aip-predict-route and --aip-health-route must be two paths"
-    yield from missing_packages(given("otlp-endpoint"))

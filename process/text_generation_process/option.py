@@ -13,6 +13,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
+from text_generation_process.tracing import missing_packages
+
 Values = Mapping[str, tuple[str, ...]]
 """Option name to its values in canonical spelling: one, or several where the flag repeats."""
 
@@ -258,3 +260,34 @@ class _Append(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
+def contradictions(given: Callable[[str], Any]) -> Iterator[str]:
+    """The sentences about flags of the router that are wrong together. `given` returns the value of
+    a flag; None: it has none."""
+    limits = ("max-input-tokens", "max-total-tokens", "max-batch-total-tokens")
+    longest_input, longest, batch = (int(given(name) or 0) for name in limits)
+    if longest_input >= longest > 0:
+        yield (
+            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
+            "which counts the answer as well: lower the first or raise the second"
+        )
+    if longest > batch > 0:
+        yield (
+            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
+            "lower the first or raise the second"
+        )
+    if (port := given("port")) and port == given("prometheus-port"):
+        yield (
+            f"--prometheus-port and --port are both {port}: /metrics is on --port already, start "
+            "without --prometheus-port or choose another"
+        )
+    has_keys = given("api-key") or given("api-key-file") is not None
+    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
+        if given(name) is not None and not has_keys:
+            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
+    if (given("ssl-certfile") is None) != (given("ssl-keyfile") is None):
+        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
+    if (route := given("aip-predict-route")) and route == given("aip-health-route"):
+        yield "--aip-predict-route and --aip-health-route must be two paths"
+    yield from missing_packages(given("otlp-endpoint"))
