@@ -31,7 +31,7 @@ class Stacked:
     def __init__(self, matrix: Matrix, num_callers: int, num_inputs: int, own: slice) -> None:
         """own: this rank's inputs, which come alone, or with all `num_inputs`."""
         self._matrix, self._num_callers = matrix, num_callers
-        self._num_inputs, self._own = num_inputs, own
+        self._num_inputs, self._own, self._num_own = num_inputs, own, own.stop - own.start
         self._input: Tensor | None = None
         self._out, self._num_left = torch.empty(0), 0
 
@@ -39,10 +39,10 @@ class Stacked:
         """[…, K] → [T, the outputs of all]."""
         if hidden is not self._input:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            if rows.shape[1] == self._num_inputs:
+            if rows.shape[1] != self._num_own:
+                if rows.shape[1] != self._num_inputs:
+                    raise ValueError(f"{rows.shape[1]} inputs for {self._num_inputs}")
                 rows = rows[:, self._own]
-            elif rows.shape[1] != self._own.stop - self._own.start:
-                raise ValueError(f"{rows.shape[1]} inputs for {self._num_inputs}")
             self._input, self._out = hidden, self._matrix(rows.contiguous())
             self._num_left = self._num_callers
         out = self._out

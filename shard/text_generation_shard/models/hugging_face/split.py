@@ -87,15 +87,14 @@ class Split:
             raise UnsupportedError(f"{title}; numbers that work: {', '.join(counts)}")
 
     def outputs(self, name: str, weight: Tensor) -> Tensor:
-        """Its outputs of a weight or bias. Those that are gathered end with any, so that all ranks
-        have the same number."""
+        """Its outputs of a weight or bias. Those that are gathered repeat the last one, so that all
+        ranks have the same number."""
         kind, size, count = self._kind(name), self.world.size, len(weight)
         if kind not in (*_LOCAL, *_GATHERED):
             return weight
         rows = torch.arange(-(-count // size) * size, device=weight.device).clamp(max=count - 1)
-        return weight[
-            rows.view(2 if kind == "packed_colwise" else 1, size, -1)[:, self.world.rank].flatten()
-        ]
+        sections = 2 if kind == "packed_colwise" else 1
+        return weight[rows.view(sections, size, -1)[:, self.world.rank].flatten()]
 
     def inputs(self, name: str, count: int) -> slice:
         """Its inputs."""
