@@ -272,10 +272,15 @@ def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor |
         ) from error
 
 
+def tensor_names(directory: Path) -> set[str]:
+    """The names of all tensors; ModelError if a file is not readable."""
+    return {name for path in weight_files(directory) for name, _ in _tensors(path, ())}
+
+
 def is_headless(directory: Path) -> bool:
     """Whether the checkpoint has no head, like those of embedding models; ModelError if a file is
     not readable."""
-    names = {name for path in weight_files(directory) for name, _ in _tensors(path, ())}
+    names = tensor_names(directory)
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 

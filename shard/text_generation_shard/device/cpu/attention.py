@@ -1,6 +1,7 @@
 """Attention on the CPU, over a paged cache in the layout of `kernels.attention`."""
 
 import mmap
+from functools import cache
 from typing import Any, NamedTuple
 
 import numba
@@ -134,9 +135,13 @@ class PackedAttention:
             window=window or 0,
         )
         attention.store(kind, parts, plan.slots)
-        code = attention.task_code(numba.typeof(kind))
-        attention.attend(kind, code, parts, plan.block_tables, plan.tasks)
+        attention.attend(kind, _task_code(heads.dtype), parts, plan.block_tables, plan.tasks)
         return out
+
+
+@cache
+def _task_code(dtype: torch.dtype) -> int:
+    return attention.task_code(numba.typeof(marker(dtype)))
 
 
 def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:

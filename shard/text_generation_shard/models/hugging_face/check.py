@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Tokens of the checked text; more if a window is not much longer, so that most tokens are behind
 # it. Measured: every fault in shard/tests/models/test_self_check.py is found with these.
-_TOKENS, _LONGEST = 48, 192
+_TOKENS, _LONGEST, _SHORTEST = 48, 192, 8
 # Largest error of a token's scores, in standard deviations of all scores, and of which share of the
 # tokens: rounding can make the others choose another expert. In float32 (True) that is rare. With
 # 16 bits, rounding makes errors of 0.02 to 0.22 in tiny random models, and faults above 0.4.
@@ -31,6 +31,11 @@ def check(model: TransformersModel, device: Device) -> None:
     windows = [window for window in model.layers.windows if window]
     count = max([_TOKENS, *(3 * window for window in windows if 3 * window <= _LONGEST)])
     count = min(count, model.config.max_position)
+    if count < _SHORTEST:
+        raise ModelError(
+            f"`max_position_embeddings` of {model.config.architecture} is {count}; expected at "
+            f"least {_SHORTEST}"
+        )
     here = device.torch_device
     ids = torch.randint(
         model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)

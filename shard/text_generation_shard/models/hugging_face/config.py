@@ -3,10 +3,12 @@ here: the loaded model itself is asked, see `probe`."""
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from text_generation_shard.checkpoint.config import (
@@ -27,6 +29,8 @@ KEEPING_STATE = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybri
 _OTHERS = frozenset({"mlp", "moe"})
 # A model whose state has a fixed size names no longest text.
 _UNLIMITED = 1 << 17
+# Of a model that also sees images, the names of the part for texts.
+_PARTS = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class TransformersConfig(ModelConfig):
     trusts_code: bool
     # See `plan_of`.
     plan: Mapping[str, str]
+    # How names of tensors change; None: not.
+    key_mapping: Mapping[str, str] | None
 
     @property
     def layer_types(self) -> list[str]:
@@ -53,19 +59,15 @@ def read_config(directory: Path, trusts_code: bool, world_size: int = 1) -> Tran
     the batches here can not hold, or it can not be split among ranks."""
     fields = read_fields(directory)
     _check_code(fields, directory, trusts_code)
-    try:
+    with refused(f"transformers {transformers.__version__} does not read {fields.where}"):
         whole = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trusts_code)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(
-            f"transformers {transformers.__version__} does not read {fields.where}: {_line(error)}"
-        ) from error
-    model_class = _model_class(fields, whole, directory, trusts_code)
-    text = whole.get_text_config(decoder=True)
-    name = model_class.__name__
-    _check(text, whole, name)
-    plan = plan_of(text, model_class)
-    if world_size > 1:
-        check_plan(plan, name)
+        model_class = _model_class(fields, whole, directory, trusts_code)
+        text = whole.get_text_config(decoder=True)
+        name = model_class.__name__
+        _check(text, whole, name)
+        plan = plan_of(text, model_class)
+        if world_size > 1:
+            check_plan(plan, name)
     fields = Fields({**fields.values, "vocab_size": text.vocab_size}, fields.where)
     end_ids, unused_ids = token_ids(fields, directory)
     return TransformersConfig(
@@ -80,16 +82,35 @@ def read_config(directory: Path, trusts_code: bool, world_size: int = 1) -> Tran
         model_class=model_class,
         trusts_code=trusts_code,
         plan=plan,
+        key_mapping=_PARTS if text is not whole else None,
     )
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """UnsupportedError if code inside fails: transformers', or the checkpoint's."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(f"{what} ({type(error).__name__}: {line})") from error
 
 
 def _check_code(fields: Fields, directory: Path, trusts_code: bool) -> None:
     """ModelError if the checkpoint brings the code of its model, unless that may run."""
-    names = fields.values.get("auto_map")
-    if not isinstance(names, dict) or not names:
+    found = fields.values.get("auto_map")
+    given = found if isinstance(found, dict) else {}
+    names = {str(given[key]) for key in ("AutoConfig", "AutoModelForCausalLM") if key in given}
+    if not names:
         return
-    files = sorted({str(name).partition(".")[0] + ".py" for name in names.values()})
-    shown = ", ".join(files)
+    if elsewhere := sorted(name for name in names if "--" in name):
+        raise ModelError(
+            f"{fields.where} names code of another repository ({elsewhere[0]}), which is not "
+            "fetched; download it into the model's folder and name it there"
+        )
+    shown = ", ".join(sorted({name.partition(".")[0] + ".py" for name in names}))
     if trusts_code:
         logger.warning("--trust-remote-code: runs %s of %s if needed", shown, directory)
     elif fields.text("model_type") not in transformers.CONFIG_MAPPING:
@@ -102,8 +123,10 @@ def _check_code(fields: Fields, directory: Path, trusts_code: bool) -> None:
 def _model_class(fields: Fields, whole: Any, directory: Path, trusts_code: bool) -> Any:
     """The class that computes a text's next tokens."""
     known: Any = transformers.AutoModelForCausalLM._model_mapping
-    if type(whole) in known:
-        found = known[type(whole)]
+    # Of a model that also sees images, the part for texts.
+    text = whole.get_text_config(decoder=True)
+    if kind := next((kind for kind in (type(text), type(whole)) if kind in known), None):
+        found = known[kind]
         found = found[0] if isinstance(found, tuple) else found
     elif trusts_code and "AutoModelForCausalLM" in fields.values.get("auto_map", {}):
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -115,10 +138,6 @@ def _model_class(fields: Fields, whole: Any, directory: Path, trusts_code: bool)
             f"transformers {transformers.__version__} has no decoder for the model type "
             f"{whole.model_type}"
         )
-    # Of a model that also sees images, the part for texts.
-    text = whole.get_text_config(decoder=True)
-    if text is not whole and type(text) in known:
-        found = known[type(text)]
     given = fields.values.get("architectures") or [found.__name__]
     if not any(name == found.__name__ or name.endswith(_DECODING) for name in given):
         raise UnsupportedError(f"the architecture {given[0]} is not supported")
@@ -148,7 +167,3 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
     for item in (parameters, *parameters.values()):
         if isinstance(item, Mapping) and "rope_type" in item:
             yield item["rope_type"]
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

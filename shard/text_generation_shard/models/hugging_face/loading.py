@@ -23,10 +23,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from text_generation_shard.checkpoint.weights import weight_files
+from text_generation_shard.checkpoint.weights import tensor_names
 from text_generation_shard.device.base import Device, Matrix
 from text_generation_shard.errors import ModelError, UnsupportedError
-from text_generation_shard.models.hugging_face.config import TransformersConfig
+from text_generation_shard.models.hugging_face.config import TransformersConfig, refused
 from text_generation_shard.models.hugging_face.products import (
     SIBLINGS,
     Product,
@@ -71,35 +71,31 @@ def load(
 ) -> Loaded:
     """ModelError: the weights are missing, do not fit, can not be split, or are not those of the
     configuration."""
-    weight_files(directory)
+    tensor_names(directory)
     log: Any = transformers.utils.logging
     log.disable_progress_bar()
     log.set_verbosity_error()
     packing = Packing(device, quantize, Split(config.plan, world))
-    try:
-        model, info = config.model_class.from_pretrained(
-            directory,
-            config=config.text,
-            dtype=device.dtype,
-            attn_implementation=attention_name,
-            quantization_config=_Settings(packing),
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=config.trusts_code,
-        )
-    except ModelError:
-        raise
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-        if attention_name in str(error):
+    version, name = transformers.__version__, config.architecture
+    with refused(f"transformers {version} does not load {directory} as {name}"):
+        try:
+            model, info = config.model_class.from_pretrained(
+                directory,
+                config=config.text,
+                dtype=device.dtype,
+                attn_implementation=attention_name,
+                quantization_config=_Settings(packing),
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=config.trusts_code,
+                key_mapping=config.key_mapping,
+            )
+        except (KeyError, ValueError) as error:
+            if attention_name not in str(error):
+                raise
             raise UnsupportedError(
-                f"{config.architecture} computes its attention in its own way, which is not "
-                "supported"
+                f"{name} computes its attention in its own way, which is not supported"
             ) from error
-        sentence = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"transformers {transformers.__version__} does not load {directory} as "
-            f"{config.architecture}: {sentence}"
-        ) from error
     _check_names(directory, info)
     model.eval().requires_grad_(False).to(device.torch_device)
     packing.finish(model)
@@ -181,6 +177,8 @@ class Packing:
             return self._packs_experts and last in expert_names(module)
         if last != "weight" or type(module) not in (nn.Linear, Conv1D):
             return False
+        if name in model.all_tied_weights_keys:
+            return False  # see `finish`
         # Some code multiplies with the weight of its Linear by itself.
         parent, _, own = path.rpartition(".")
         return f".{own}.weight" not in self._source(type(model.get_submodule(parent)))

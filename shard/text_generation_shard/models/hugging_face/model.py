@@ -1,8 +1,9 @@
 """A decoder whose modules are transformers' and whose attention, cache and products are ours."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from text_generation_shard.device.forward import (
     ForwardBatch,
     RowState,
 )
-from text_generation_shard.errors import ModelError, UnsupportedError
+from text_generation_shard.errors import UnsupportedError
 from text_generation_shard.models.hugging_face.attention import (
     Handler,
     Interface,
@@ -26,7 +27,7 @@ from text_generation_shard.models.hugging_face.attention import (
     Paged,
     Probe,
 )
-from text_generation_shard.models.hugging_face.config import ATTENDING, TransformersConfig
+from text_generation_shard.models.hugging_face.config import ATTENDING, TransformersConfig, refused
 from text_generation_shard.models.hugging_face.loading import load
 from text_generation_shard.models.hugging_face.states import (
     Part,
@@ -73,19 +74,20 @@ class TransformersModel:
         self._takes_positions = _first_taken(base, ("position_ids",)) is not None
         # Before transformers 5.24 it had other names.
         self._cache_name = _first_taken(base, ("cache", "past_key_values", "cache_params"))
-        self.layers, self._states = self._probed(device)
+        self.layers, self._states, size = self._probed(device)
+        self.config = replace(config, hidden_size=size)
         self.attention: Attention = self.layers
         self.is_deterministic = loaded.is_deterministic
         self.has_windows = any(self.layers.windows)
 
-    def _probed(self, device: Device) -> tuple[LayeredAttention, RowStates]:
-        """The attention that the layers want, and the states that they keep. UnsupportedError: not
-        all layers that should attend call the interface."""
+    def _probed(self, device: Device) -> tuple[LayeredAttention, RowStates, int]:
+        """The attention that the layers want, the states that they keep, and the features of a
+        hidden state. UnsupportedError: not all layers that should attend call the interface."""
         probe, text, states = Probe(), self.config.text, PassStates({}, is_empty=True)
         one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._modules.set_attn_implementation(self._interface.probing_name)
-        with torch.inference_mode(), _refused(self.config.architecture):
-            self._run(one, one, probe, states)
+        with torch.inference_mode(), self._refused():
+            size = self._run(one, one, probe, states).shape[-1]
         self._modules.set_attn_implementation(self._interface.name)
         kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
         expected = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
@@ -95,7 +97,11 @@ class TransformersModel:
                 f"attention interface, and {len(expected)} should"
             )
         calls = {layer: probe.calls[layer] for layer in expected}
-        return LayeredAttention(device, calls), RowStates(states.states)
+        return LayeredAttention(device, calls), RowStates(states.states), size
+
+    def _refused(self) -> AbstractContextManager[None]:
+        name = self.config.architecture
+        return refused(f"{name} can not be computed with another attention and cache than its own")
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -208,27 +214,12 @@ class TransformersModel:
         that are not split."""
         self._modules.set_attn_implementation("eager")
         self._split.gathers_all = True
-        with _refused(self.config.architecture):
+        with self._refused():
             out = self._modules(input_ids=input_ids[None], use_cache=False)
         self._split.gathers_all = False
         self._modules.set_attn_implementation(self._interface.name)
         scores: Tensor = out.logits[0].float()
         return scores
-
-
-@contextmanager
-def _refused(architecture: str) -> Iterator[None]:
-    """UnsupportedError if transformers' code fails inside."""
-    try:
-        yield
-    except (ModelError, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        sentence = str(error).partition("\n")[0]
-        raise UnsupportedError(
-            f"{architecture} can not be computed with another attention and cache than its own "
-            f"({type(error).__name__}: {sentence})"
-        ) from error
 
 
 def _first_taken(module: nn.Module, names: Sequence[str]) -> str | None:

@@ -78,33 +78,36 @@ class Product(nn.Module):
 class Norm(nn.Module):
     """hidden / rms(hidden) * weight, by the device's operator."""
 
-    def __init__(self, device: Device, weight: Tensor, eps: float) -> None:
-        """weight: [size] in float32."""
+    def __init__(self, device: Device, weight: nn.Parameter, factors: Tensor, eps: float) -> None:
+        """factors: [size] in float32, from the weight, whose dtype some code reads."""
         super().__init__()
-        self._device, self._eps = device, eps
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._device, self._eps, self._factors, self.weight = device, eps, factors, weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, size] → the same."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        return self._device.add_norm(rows, None, 1.0, self.weight, self._eps).view(hidden.shape)
+        return self._device.add_norm(rows, None, 1.0, self._factors, self._eps).view(hidden.shape)
 
 
 def norm_like(module: nn.Module, device: Device) -> Norm | None:
     """The same norm by the device, if the module gives the same results for a random input."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "Norm" not in type(module).__name__ or not isinstance(weight, Tensor) or weight.ndim != 1:
+    if "Norm" not in type(module).__name__ or not isinstance(weight, nn.Parameter):
         return None
-    if len(inspect.signature(module.forward).parameters) != 1 or not isinstance(eps, float):
+    takes_one = len(inspect.signature(module.forward).parameters) == 1
+    if weight.ndim != 1 or not takes_one or not isinstance(eps, float):
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, len(weight), generator=generator).to(device.torch_device, device.dtype)
-    expected = module(hidden).float()
+    try:
+        expected = module(hidden).float()
+    except (ValueError, RuntimeError, IndexError):
+        return None  # it takes another shape
     limit = _NORM_STEPS * torch.finfo(device.dtype).eps * expected.abs().max()
     # Some architectures keep what is added to 1.
     for own in (weight.float(), weight.float() + 1.0):
-        found = Norm(device, own.contiguous(), eps)
+        found = Norm(device, weight, own.contiguous(), eps)
         if bool((found(hidden).float() - expected).abs().max() <= limit):
             return found
     return None
