@@ -1,9 +1,9 @@
 """TCP ports, and paths of unix sockets, before a process listens on them."""
 
+import errno
 import os
 import socket
 import stat
-from contextlib import suppress
 
 MAX_PATH_BYTES = 107
 """`sun_path` of Linux has 108 bytes, one of which ends the string."""
@@ -70,10 +70,11 @@ def remove_stale(path: str, flag: str) -> None:
             f"{path} exists and is not a socket: move it away or choose another place with {flag}"
         )
     check_owner(path, flag)
-    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):  # no process listens
-        probe.settimeout(1)
-        probe.connect(path)
-        raise in_use(path.rsplit("-", 1)[0], flag)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        # A server that is busy or stopped answers otherwise.
+        if probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT):
+            raise in_use(path.rsplit("-", 1)[0], flag)
     try:
         os.unlink(path)
     except OSError as error:

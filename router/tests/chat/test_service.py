@@ -8,7 +8,7 @@ import pytest
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.service import ToolCall
-from text_generation_router.errors import TemplateError
+from text_generation_router.errors import TemplateError, ToolError
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -137,3 +137,9 @@ async def test_an_answer_that_continues_a_message_has_no_header(tmp_path: Path) 
         async with server.services.chat.start(asked) as [generation]:
             message = await generation.collect()
         assert (message.content, server.shards.grammars) == (" noon.", [])
+        tool = ToolSpec("f", None, {"properties": {}})
+        with pytest.raises(ToolError, match="continues a message cannot call a tool"):
+            async with server.services.chat.start(
+                replace(asked, tools=(tool,), tool_choice="required")
+            ):
+                pass

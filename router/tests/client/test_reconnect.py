@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 async def hangs(method: str) -> None:
     """Shards whose warm-up does not end."""
+    if method == "health":
+        raise GenerationError("Server error", "deadline exceeded")
     if method == "warmup":
         await asyncio.Event().wait()
 
@@ -43,6 +45,7 @@ class Place:
         self.told: list[str] = []
         self.listen()
         monkeypatch.setattr(reconnect, "ShardedClient", self)
+        monkeypatch.setattr(reconnect, "PATIENCE_S", 0.01)
         monkeypatch.setattr(reconnect, "GRACE_S", 0.1)
         config = RouterConfig(
             tokenizer_name="",
@@ -139,6 +142,7 @@ async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None
     [
         GenerationError("the shard listens and has not answered for 1 s"),
         failing(GoneShardError("Could not connect")),
+        FakeShards(hook=hangs),
     ],
 )
 async def test_those_that_are_lost_at_once_have_followers(
@@ -157,6 +161,7 @@ async def test_those_that_are_lost_at_once_have_followers(
 
 async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     hanging, second = FakeShards(hook=hangs), FakeShards()
+    reconnect.PATIENCE_S = 100.0
     place.found = [hanging, second]
     again = place.again()
     place.listen()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 AUTO = "auto"
-BARE_NAME = re.compile(r"[^\s\[\]{}()<>=\"]+")
+BARE_NAME = re.compile(r"[^\s\[\]{}()<>=\"]{1,256}")
 """A function's name where the format writes it without quotes."""
-ARGUMENT_NAME = re.compile(r"[\w.$@/-]+")
+ARGUMENT_NAME = re.compile(r"[\w.$@/-]{1,256}")
 """The same of an argument."""
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 """A part of a marker that may be one token of the tokenizer."""

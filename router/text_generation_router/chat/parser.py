@@ -22,13 +22,13 @@ _SPACE = " \t\r\n"
 _ANY_SPACE = rf"[{_SPACE}]*"
 # Held back before a marker: models write a few line ends, and what is held is searched again.
 _SPACE_BEFORE = rf"[{_SPACE}]{{0,64}}"
-_NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})+"'
+_NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){1,256}"'
 
 # Before a message of a channel; groups 1 and 3 are the function that it calls, 2 is the channel.
 _TO = r"(?:\s*to=(?:functions\.)?([^\s<]+))?"
 _HEADER = regex.compile(
     rf"\s*(?:<\|start\|>assistant)?{_TO}\s*<\|channel\|>(\w+){_TO}"
-    r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?<\|message\|>"
 )
 _MESSAGE_END = regex.compile(r"<\|(?:end|call|return)\|>")
 

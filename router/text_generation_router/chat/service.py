@@ -232,7 +232,13 @@ class ChatService:
         )
         form = self.chat_format
         if form.has_channels and not prompt.endswith(form.separator):
-            return grammar  # the answer continues a message, without a header
+            # The answer continues a message, without a header.
+            if conversation.usable_tools and conversation.tool_choice != "auto":
+                raise ToolError(
+                    "an answer that continues a message cannot call a tool in this model's format: "
+                    "leave `tool_choice` out or end with another role"
+                )
+            return grammar
         try:
             if conversation.usable_tools:
                 return tool_grammar(

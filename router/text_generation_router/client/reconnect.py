@@ -10,6 +10,7 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import LostStepError
+from text_generation_router.scheduler.watch import PATIENCE_S, silence_of
 
 # How often the socket is checked for a replacement.
 POLL_S = 0.02
@@ -24,8 +25,7 @@ _Identity = tuple[int, int, int]
 class Reconnection:
     """Knows the socket of the last shards: new ones have another one at the same path.
 
-    The shards that it returns serve the same model within the same limits, and are warm. The
-    launcher ends those that are not warm in time.
+    The shards that it returns serve the same model within the same limits, and are warm.
     """
 
     def __init__(self, config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
@@ -75,9 +75,15 @@ class Reconnection:
         except GenerationError as error:
             # Some may have failed before they listened; the launcher starts new ones.
             raise LostStepError(*error.args) from error
+        warm_up = asyncio.create_task(self._warm_up(shards))
         try:
-            await self._warm_up(shards)
+            while not (await asyncio.wait({warm_up}, timeout=PATIENCE_S))[0]:
+                if silence := await silence_of(shards):
+                    raise LostStepError(silence)
+            await warm_up
         except BaseException:
+            warm_up.cancel()
+            await asyncio.gather(warm_up, return_exceptions=True)
             await shards.close()
             raise
         return shards

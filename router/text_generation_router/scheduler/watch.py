@@ -334,7 +334,7 @@ class WatchedShards:
                 )
             elif now - oldest.since > PATIENCE_S and not self._question and now >= next_question:
                 asked = oldest
-                self._question = self._begin(_silence_of(shards))
+                self._question = self._begin(silence_of(shards))
 
     # ---- Losses ----
 
@@ -418,7 +418,7 @@ class WatchedShards:
         return task
 
 
-async def _silence_of(shards: Shards) -> str:
+async def silence_of(shards: Shards) -> str:
     """The last error, if none of NUM_QUESTIONS health checks is answered; else an empty string."""
     why = ""
     for _ in range(NUM_QUESTIONS):
