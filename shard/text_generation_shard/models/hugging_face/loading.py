@@ -28,11 +28,15 @@ from text_generation_shard.device.base import Device, Matrix
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig, refused
 from text_generation_shard.models.hugging_face.products import (
+    GATED,
     SIBLINGS,
+    GatedMLP,
+    Packed,
     Product,
     Stacked,
     are_experts,
     expert_names,
+    gate_of,
     norm_like,
     packed,
     run_experts,
@@ -167,18 +171,21 @@ class Packing:
             for module in experts:
                 module.config._experts_implementation = _NAME
                 module.own_matrices = {}
-        self.split.check(model, self.packs)
+        self.split.check(model, self.is_matrix)
 
     def packs(self, model: Any, name: str) -> bool:
-        """Whether the parameter of this name becomes a matrix of the device."""
+        """Whether the parameter of this name becomes a matrix of the device once it is read. A
+        tied head does not: see `finish`."""
+        return name not in model.all_tied_weights_keys and self.is_matrix(model, name)
+
+    def is_matrix(self, model: Any, name: str) -> bool:
+        """Whether the device multiplies with this parameter."""
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
         if are_experts(module):
             return self._packs_experts and last in expert_names(module)
         if last != "weight" or type(module) not in (nn.Linear, Conv1D):
             return False
-        if name in model.all_tied_weights_keys:
-            return False  # see `finish`
         # Some code multiplies with the weight of its Linear by itself.
         parent, _, own = path.rpartition(".")
         return f".{own}.weight" not in self._source(type(model.get_submodule(parent)))
@@ -254,7 +261,15 @@ class Packing:
         first, weight = next(iter(weights.items()))
         is_head = getattr(place, first, None) is _head_of(model)
         kind = "int8" if self._quantize and is_head else self._quantize
-        matrix = self._matrix(paths[first], torch.cat([*own.values()]), kind)
+        whole = torch.cat([*own.values()])
+        gate = gate_of(place, self._source(type(place))) if tuple(weights) == GATED else None
+        if gate is not None and split.world.size == 1 and place.gate_proj.bias is None:
+            matrix = self._kept(self._device.gated_matrix(whole, kind, gate, has_bias=False))
+            place.forward = GatedMLP(matrix, place)
+            for name, weight in weights.items():
+                setattr(place, name, Packed(weight))
+            return
+        matrix = self._matrix(paths[first], whole, kind)
         inputs = split.inputs(paths[first], weight.shape[1])
         stacked = Stacked(matrix, len(weights), weight.shape[1], inputs)
         for name, weight in weights.items():
@@ -265,7 +280,9 @@ class Packing:
     def _matrix(self, name: str, weight: Tensor, quantize: str | None) -> Matrix:
         """weight: this rank's outputs, with all inputs."""
         inputs = self.split.inputs(name, weight.shape[1])
-        found = self._device.matrix(weight.contiguous(), quantize, inputs)
+        return self._kept(self._device.matrix(weight.contiguous(), quantize, inputs))
+
+    def _kept(self, found: Matrix) -> Matrix:
         self.nbytes += found.nbytes
         self._kinds[found.kind] += 1
         return found

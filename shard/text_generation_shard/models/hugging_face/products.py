@@ -7,10 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from text_generation_shard.device.base import Device, Matrix
+from text_generation_shard.device.base import Activation, Device, Matrix
 
 # Modules of one parent that multiply the same input, in most architectures.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+GATED = ("gate_proj", "up_proj")
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), GATED, ("w1", "w3"))
+# What most gated feed-forwards compute, and the activations of which the device has a kernel.
+_GATED = "self.down_proj(self.act_fn(self.gate_proj(x))*self.up_proj(x))"
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUTanh": Activation.GELU_TANH,
+    "GELUActivation": Activation.GELU,
+    "ReLU": Activation.RELU,
+}
 # Largest difference of a norm, as a share of its largest result, in steps of its dtype.
 _NORM_STEPS = 8
 
@@ -73,6 +83,35 @@ class Product(nn.Module):
         """[…, K] → […, N]."""
         out = self._finish(self._stacked(hidden)[:, self._own], self.bias)
         return out.view(*hidden.shape[:-1], out.shape[1])
+
+
+class Packed(nn.Module):
+    """A Linear whose weight is in a product of its parent."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = packed(weight)
+
+
+class GatedMLP:
+    """The forward of a gated feed-forward: gates and what they multiply are one product."""
+
+    def __init__(self, matrix: Matrix, module: Any) -> None:
+        self._matrix, self._module = matrix, module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[…, size] → the same."""
+        inner = self._matrix(hidden.reshape(-1, hidden.shape[-1]).contiguous())
+        found: Tensor = self._module.down_proj(inner.view(*hidden.shape[:-1], -1))
+        return found
+
+
+def gate_of(module: Any, source: str) -> Activation | None:
+    """The activation of a gated feed-forward, whose class has this source; None: it is another
+    module, or may be."""
+    code, ways = "".join(source.split()), (f"return{_GATED}", f"down_proj={_GATED}returndown_proj")
+    is_one = any(way in code for way in ways)
+    return _ACTIVATIONS.get(type(module.act_fn).__name__) if is_one else None
 
 
 class Norm(nn.Module):
