@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from integration_tests.marks import at_night
 from integration_tests.oracle import Oracle
 from integration_tests.server import LauncherHandle, running, token_ids
 
@@ -60,15 +61,20 @@ def smollm2_answers() -> list[list[int]]:
     return [oracle.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=FLAGS)
-def weights(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+SERVED = [("native", "float32"), ("transformers", "float32"), ("native", "int4")]
+MORE = [("native", "int8"), ("transformers", "int8"), ("transformers", "int4")]
 
 
-@pytest.fixture(scope="module", params=["native", "transformers"])
-def smollm2(request: pytest.FixtureRequest, weights: str) -> Iterator[LauncherHandle]:
-    flags = ("--model-impl", request.param, *FLAGS[weights])
+@pytest.fixture(scope="module", params=[*SERVED, *at_night(*MORE)], ids="-".join)
+def served(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def smollm2(served: tuple[str, str]) -> Iterator[LauncherHandle]:
+    implementation, weights = served
+    flags = ("--model-impl", implementation, *FLAGS[weights])
     with running(checkpoint("smollm2"), *flags) as handle:
         yield handle
         handle.assert_idle()
@@ -91,9 +97,9 @@ def assert_equal(server: LauncherHandle, expected: list[list[int]], weights: str
 
 
 def test_tokens_are_those_of_transformers(
-    smollm2: LauncherHandle, smollm2_answers: list[list[int]], weights: str
+    smollm2: LauncherHandle, smollm2_answers: list[list[int]], served: tuple[str, str]
 ) -> None:
-    assert_equal(smollm2, smollm2_answers, weights)
+    assert_equal(smollm2, smollm2_answers, served[1])
 
 
 def test_a_chat_is_answered_with_what_is_known(smollm2: LauncherHandle) -> None:
@@ -115,6 +121,7 @@ def gemma3_answers() -> list[list[int]]:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("weights", FLAGS)
 def test_gemma3_says_what_transformers_does(gemma3_answers: list[list[int]], weights: str) -> None:
     with running(checkpoint("gemma3"), *FLAGS[weights]) as server:
         assert_equal(server, gemma3_answers, weights)
