@@ -65,7 +65,7 @@ hostile: .venv/.installed-dev ## attacks on a real server, and 800 random reques
 	$(if $(ARGS),,$(PYTEST) -m timed $(HOSTILE))
 
 transformers: .venv-clients/transformers/.installed ## all models that transformers computes, by an older version of it
-	.venv-clients/transformers/bin/python -m pytest -m "not gpu" shard/tests/models $(PARALLEL) $(ARGS)
+	.venv-clients/transformers/bin/python -m pytest -m "not gpu" shard/tests/models/test_transformers_models.py $(ARGS)
 
 fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
