@@ -50,7 +50,8 @@ _REFUSED = Label(
 
 
 class _Metric:
-    """A family of series, one per label value; all exist from the start."""
+    """A family of series, one per label value; all exist from the start. Calls name the label with
+    its value; raises KeyError for another name or value."""
 
     kind: str
     # Set by `Metrics`.
@@ -70,10 +71,6 @@ class _Metric:
         """Its series, line by line."""
         raise NotImplementedError
 
-    def _value_of(self, labels: dict[str, str]) -> str:
-        """The label value of a call; raises KeyError for another label name."""
-        return labels[self._label] if self._label else ""
-
     def _sample(self, value: float, label_value: str, suffix: str = "", extra: str = "") -> str:
         label = f'{self._label}="{label_value}"' if self._label else ""
         inside = ",".join(part for part in (label, extra) if part)
@@ -91,11 +88,11 @@ class Counter(_Metric):
 
     def inc(self, amount: int = 1, **labels: str) -> None:
         """Adds `amount` to the series of the given label value."""
-        self._totals[self._value_of(labels)] += amount
+        self._totals[labels.get(self._label, "")] += amount
 
     def value(self, **labels: str) -> int:
         """The present total."""
-        return self._totals[self._value_of(labels)]
+        return self._totals[labels.get(self._label, "")]
 
     def samples(self) -> Iterator[str]:
         for label_value, total in self._totals.items():
@@ -139,13 +136,13 @@ class Histogram(_Metric):
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
-        label_value = self._value_of(labels)
+        label_value = labels.get(self._label, "")
         self._counts[label_value][bisect_left(self._bounds, value)] += times
         self._sums[label_value] += value * times
 
     def count(self, **labels: str) -> int:
         """How many values were observed."""
-        return sum(self._counts[self._value_of(labels)])
+        return sum(self._counts[labels.get(self._label, "")])
 
     def samples(self) -> Iterator[str]:
         for label_value, counted in self._counts.items():

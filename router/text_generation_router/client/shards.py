@@ -1,7 +1,11 @@
 """The shards over gRPC: every call goes to all ranks, rank 0's tokens count."""
 
 import asyncio
+import os
 import re
+import socket
+import stat
+import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -13,7 +17,6 @@ from text_generation_process.defaults import STARTING_DEADLINE_S
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_router.client import translate
-from text_generation_router.client.shard_socket import ShardSocket, path_of
 from text_generation_router.client.translate import ShardInfo, WarmupResult, from_info
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.plan import Plan
@@ -37,6 +40,9 @@ _CHANNEL_OPTIONS = [
     # The descriptor in an address is reused by another socket once this one is closed.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+_POLL_S = 0.02  # a start takes seconds, so that this delays it by nothing
+# struct ucred: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
 _HEALTH_TIMEOUT_S = 4.5  # a healthy shard answers in milliseconds, also during a step
 _READY = grpc.ChannelConnectivity.READY
 # Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
@@ -49,13 +55,16 @@ _OF_ANOTHER = re.compile(r"shard (\d+) |another shard ")
 
 
 class ShardedClient:
-    """Owns the connections to all ranks and the numbers of messages; implements
-    `scheduler.watch.Shards`.
+    """Owns the connections to all ranks and the numbers of messages.
 
     Messages that all ranks must take in the same order are numbered, in the order in which they
     are sent. A call returns when all ranks have answered, so that no rank still computes a failed
     step when the next one begins. It does not wait for a rank that has ended, or that is silent
-    when another one has answered or failed. Failures are GenerationError in TGI's words.
+    when another one has answered or failed. Failures are GenerationError in TGI's words, and
+    LostStepError where a rank may still have computed something.
+
+    One step or `filter_batch` is in flight at a time. Only a Decode with `is_ahead` may follow
+    another Decode in flight, and is computed after it.
     """
 
     def __init__(self, answer_s: float = STARTING_DEADLINE_S) -> None:
@@ -80,7 +89,7 @@ class ShardedClient:
         client, path = cls(answer_s), master_uds_path
         try:
             async with asyncio.timeout(timeout_s):
-                urls = await client._reach(path, await ShardSocket.wait_for(path))
+                urls = await client._reach(path, await Rank.wait_for(path))
                 for path in map(path_of, urls[1:]):
                     await client._reach(path)
         except BaseException as error:
@@ -90,11 +99,11 @@ class ShardedClient:
             raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
         return client
 
-    async def _reach(self, path: str, socket: ShardSocket | None = None) -> Sequence[str]:
+    async def _reach(self, path: str, rank: "Rank | None" = None) -> Sequence[str]:
         """Connects to one more shard, when it listens. Returns the addresses of all shards."""
         try:
             async with asyncio.timeout(self.answer_s):
-                rank = Rank(socket or await ShardSocket.wait_for(path))
+                rank = rank or await Rank.wait_for(path)
                 self._ranks.append(rank)
                 await rank.channel.channel_ready()
                 info: pb.InfoResponse = await rank.stub.Info(pb.InfoRequest())
@@ -123,24 +132,22 @@ class ShardedClient:
 
     async def info(self) -> ShardInfo:
         """Properties of the shards. Raises GenerationError if they differ."""
-        return await self._call(
-            "Info", pb.InfoRequest(), lambda found: merge_infos([*map(from_info, found)])
-        )
+        responses = await self._call("Info", pb.InfoRequest(), list, self.answer_s)
+        return merge_infos([*map(from_info, responses)])
 
     async def warmup(self, **limits: int | None) -> WarmupResult:
         """Allocates the KV cache within limits, the fields of WarmupRequest; None leaves one to the
         shards."""
         request = pb.WarmupRequest(**limits, number=self._next_number())
-        result = await self._call("Warmup", request, translate.from_warmup)
+        result = await self._call("Warmup", request, translate.from_warmup, self.answer_s)
         # Ranks wait this long for one another from now on.
         self.answer_s = result.rank_deadline_s or self.answer_s
         return result
 
-    async def health(self) -> None:
+    def health(self) -> Coroutine[Any, Any, None]:
         """Returns if every shard is healthy."""
-        request, timeout_s = pb.HealthRequest(), _HEALTH_TIMEOUT_S
-        calls = [rank.stub.Health(request, timeout=timeout_s) for rank in self._ranks]
-        await _merged(calls, _nothing, None)
+        request = pb.HealthRequest()
+        return self._call("Health", request, _nothing, None, timeout=_HEALTH_TIMEOUT_S)
 
     def step(
         self,
@@ -149,41 +156,53 @@ class ShardedClient:
         cached_batch_id: int | None = None,
         trace_context: str = "",
     ) -> Coroutine[Any, Any, StepResult]:
-        """See `Shards.step`."""
+        """Prefill, if there are new rows: computes their first `chunk_len` uncached tokens;
+        complete ones get a token. With `cached_batch_id` they join that batch, which keeps its id.
+        Its rows go on in the same pass, before the new ones, which can share the blocks written
+        there. If it fails, the cached batch is unchanged and the new rows are free. Otherwise
+        Decode: advances every row of the batch `batch_id`.
+
+        The message is on its way when the coroutine waits. `trace_context`: the span above those of
+        the shards; empty: they have none.
+        """
         number = self._next_number()
         merge = partial(merge_steps, number)
         if plan.admitted:
             prefill = translate.to_prefill(plan, batch_id, cached_batch_id, trace_context, number)
-            return self._call("Prefill", prefill, merge)
+            return self._call("Prefill", prefill, merge, self.answer_s)
         decode = translate.to_decode(plan, batch_id, trace_context, number)
         return _merged([rank.decode(decode) for rank in self._ranks], merge, self.answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """See `Shards.compile_grammar`."""
+        """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
         request = pb.CompileGrammarRequest(grammar=grammar)
         async with asyncio.timeout(timeout_s):
-            calls = [rank.stub.CompileGrammar(request) for rank in self._ranks]
-            return await _merged(calls, translate.from_compiled, None)
+            return await self._call("CompileGrammar", request, translate.from_compiled, None)
 
     def filter_batch(
         self, batch_id: int, request_ids: Sequence[int]
     ) -> Coroutine[Any, Any, CachedBatch]:
-        """See `Shards.filter_batch`."""
+        """Keeps the rows of `request_ids` (not empty) and frees the others."""
         request = pb.FilterBatchRequest(
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
-        return self._call("FilterBatch", request, translate.from_filtered)
+        return self._call("FilterBatch", request, translate.from_filtered, self.answer_s)
 
-    async def clear_cache(self, batch_id: int | None) -> None:
-        """See `Shards.clear_cache`."""
+    def clear_cache(self, batch_id: int | None) -> Coroutine[Any, Any, None]:
+        """Frees the rows of one batch, or of all; an unknown id is no error."""
         request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
-        await self._call("ClearCache", request, _nothing)
+        return self._call("ClearCache", request, _nothing, self.answer_s)
 
     def _call(
-        self, method: str, request: Message, merge: _Merge[_Answer]
+        self,
+        method: str,
+        request: Message,
+        merge: _Merge[_Answer],
+        answer_s: float | None,
+        **options: float,
     ) -> Coroutine[Any, Any, _Answer]:
-        calls = [getattr(rank.stub, method)(request) for rank in self._ranks]
-        return _merged(calls, merge, self.answer_s)
+        calls = [getattr(rank.stub, method)(request, **options) for rank in self._ranks]
+        return _merged(calls, merge, answer_s)
 
     def _next_number(self) -> int:
         """For a message that is sent before the next number is taken."""
@@ -192,22 +211,44 @@ class ShardedClient:
 
 
 class Rank:
-    """Owns the connection to one rank, and its streaming call for Decode, opened when one is
-    needed: a message over it takes half the time of a call of its own."""
+    """Owns the connection to one rank: a reference to its socket, the channel, and the streaming
+    call for Decode, opened when one is needed: a message over it takes half the time of a call of
+    its own.
 
-    def __init__(self, socket: ShardSocket) -> None:
-        self._socket = socket
-        self.channel = grpc.aio.insecure_channel(f"unix:{socket.address}", options=_CHANNEL_OPTIONS)
+    `address` leads to the checked socket even if another one takes its path later: prompts go only
+    to a process of this user, or of root.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError while no process listens, GenerationError if it is another user's."""
+        self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        # For gRPC, behind `unix:`. A name in /proc leads to the file itself, not to its path.
+        self.address = f"/proc/self/fd/{self._descriptor}"
+        try:
+            _check_socket(path, self._descriptor, self.address)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self.channel = grpc.aio.insecure_channel(f"unix:{self.address}", options=_CHANNEL_OPTIONS)
         self.stub = pb_grpc.TextGenerationServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self._decode: Any = None
         # gRPC writes one message and reads one at a time. The locks are fair, so that answers are
         # read in the order of their steps.
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
+    @classmethod
+    async def wait_for(cls, path: str) -> "Rank":
+        """The rank, as soon as it listens there."""
+        while True:
+            try:
+                return cls(path)
+            except OSError:
+                await asyncio.sleep(_POLL_S)
+
     async def close(self) -> None:
-        """Calls in flight fail."""
+        """Calls in flight fail; `address` is invalid from now on."""
         await self.channel.close(None)
-        self._socket.close()
+        os.close(self._descriptor)
 
     async def decode(self, request: pb.DecodeRequest) -> pb.StepResponse:
         """One step. A call that has failed or was cancelled is not used again: it is not known
@@ -227,6 +268,35 @@ class Rank:
         if not isinstance(response, pb.StepResponse):
             raise LostStepError("Server error: the shard has ended the call without an answer")
         return response
+
+
+def path_of(url: str) -> str:
+    """The path in the address of a shard: `unix:path` or `unix:///path`."""
+    path = url.removeprefix("unix:")
+    return path[2:] if path.startswith("//") else path
+
+
+def _check_socket(path: str, descriptor: int, address: str) -> None:
+    """Raises GenerationError if it is no socket, or if its file or the process that listens is
+    another user's; OSError while no process listens, or its backlog is full."""
+    state = os.fstat(descriptor)
+    if not stat.S_ISSOCK(state.st_mode):
+        raise GenerationError(f"{path} is not a socket: give that of a shard")
+    _check_user(path, state.st_uid)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        probe.connect(address)
+        found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _check_user(path, _CREDENTIALS.unpack(found)[1])
+
+
+def _check_user(path: str, user: int) -> None:
+    if user not in (0, os.geteuid()):
+        raise GenerationError(
+            f"{path} is a socket of user {user}, and this router runs as user {os.geteuid()}: "
+            "nothing is sent there; remove it, and give the shards a folder that others can not "
+            "write to, or run both as one user"
+        )
 
 
 def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_generation_router.client.shard_socket import ShardSocket, path_of
-from text_generation_router.client.shards import ShardedClient
+from text_generation_router.client.shards import Rank, ShardedClient, path_of
 from text_generation_router.errors import GenerationError
 
 NOBODY = 65534
@@ -21,7 +20,7 @@ def listening(path: Path) -> socket.socket:
     return server
 
 
-def answers(shard: ShardSocket, server: socket.socket) -> bool:
+def answers(shard: Rank, server: socket.socket) -> bool:
     """Whether a connection to the address reaches this server."""
     server.setblocking(False)
     with socket.socket(socket.AF_UNIX) as client:
@@ -41,28 +40,28 @@ def answers(shard: ShardSocket, server: socket.socket) -> bool:
             return False
 
 
-def test_an_address_leads_to_the_socket_that_was_looked_at(tmp_path: Path) -> None:
+async def test_an_address_leads_to_the_socket_that_was_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "s-0"
     with listening(path) as ours:
-        shard = ShardSocket(str(path))
+        shard = Rank(str(path))
         path.unlink()
         with listening(path) as other:
             assert answers(shard, ours)
             assert not answers(shard, other)
-        shard.close()
+        await shard.close()
 
 
-def test_no_process_listens(tmp_path: Path) -> None:
+async def test_no_process_listens(tmp_path: Path) -> None:
     path = tmp_path / "s-0"
     with pytest.raises(FileNotFoundError):
-        ShardSocket(str(path))
+        Rank(str(path))
     listening(path).close()
     with pytest.raises(ConnectionRefusedError):
-        ShardSocket(str(path))
+        Rank(str(path))
     path.unlink()
     path.touch()
     with pytest.raises(GenerationError, match="is not a socket: give that of a shard"):
-        ShardSocket(str(path))
+        Rank(str(path))
 
 
 async def test_a_strangers_socket_is_refused(tmp_path: Path) -> None:
