@@ -14,7 +14,6 @@ from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.watch import Shards
 from text_generation_router.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError
@@ -67,7 +66,7 @@ class Bench:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardedClient,
         tokenizer: Tokenizer,
         num_blocks: int,
         block_size: int,

@@ -14,7 +14,6 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
     CachedBatch,
-    GoneShardError,
     GrammarResult,
     StepResult,
 )
@@ -91,7 +90,7 @@ class Row:
 
 @dataclass
 class FakeShards:
-    """Implements the contract of `watch.Shards` and asserts the router's part of it.
+    """Implements the contract of `client.shards.ShardedClient` and asserts the router's part of it.
 
     `memory` maps each slot to a number that identifies one text up to one token: a row that reads
     another number than its own text's has been given a block with other content. No row writes to a
@@ -146,7 +145,6 @@ class FakeShards:
     capacity: WarmupResult = WARMUP
     limits: dict[str, int | None] = field(default_factory=dict)
     is_closed: bool = False
-    tasks: set["asyncio.Task[object]"] = field(default_factory=set)
 
     @property
     def rows(self) -> list[int]:
@@ -160,7 +158,7 @@ class FakeShards:
 
     @property
     def may_be_gone(self) -> bool:
-        """See `watch.Shards`."""
+        """See `client.shards.ShardedClient`."""
         return False
 
     @property
@@ -178,7 +176,7 @@ class FakeShards:
         self.calls.append((method, tuple(ids)))
         self.num_under_way += 1
         try:
-            async with self.until_closed(), self.device:
+            async with self.device:
                 for _ in range(self.turns):
                     await asyncio.sleep(0)
                 if method in ("prefill", "decode"):
@@ -190,22 +188,6 @@ class FakeShards:
                 yield
         finally:
             self.num_under_way -= 1
-
-    @asynccontextmanager
-    async def until_closed(self) -> AsyncIterator[None]:
-        """A call in flight, which fails when the connection is closed."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.tasks.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if task in self.tasks:
-                raise
-            task.uncancel()
-            raise GoneShardError("Could not connect", "channel closed") from None
-        finally:
-            self.tasks.discard(task)
 
     async def step(
         self,
@@ -274,9 +256,8 @@ class FakeShards:
             return self.capacity
 
     async def close(self) -> None:
+        """Unlike gRPC's, it fails no call in flight: the watch ends them."""
         self.is_closed = True
-        while self.tasks:
-            self.tasks.pop().cancel()
 
     async def health(self) -> None:
         if self.is_stuck:

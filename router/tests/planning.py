@@ -6,7 +6,7 @@ from typing import Any
 
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.scheduler.costs import StepCosts
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.planner import Planner

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_process.sampling import Sampling
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.errors import GenerationError, RouterError
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
@@ -20,7 +21,6 @@ from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
 from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, ids_of, make_tokenizer

@@ -15,9 +15,9 @@ from typing import Any
 import orjson
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.errors import GrammarError, OverloadedError
 from text_generation_router.request import Grammar
-from text_generation_router.scheduler.watch import WatchedShards
 
 # Of a schema without annotations, regular expression or Lark grammar, in UTF-8; and of a schema
 # with its annotations.

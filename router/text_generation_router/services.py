@@ -17,7 +17,7 @@ from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
-from text_generation_router.client.reconnect import Reconnection
+from text_generation_router.client.recovery import Reconnection, Trace, WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
@@ -31,13 +31,7 @@ from text_generation_router.request import Pooling
 from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
-from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.watch import (
-    Shards,
-    StepDeadlines,
-    Trace,
-    WatchedShards,
-)
+from text_generation_router.scheduler.costs import StepCosts, StepDeadlines
 from text_generation_router.state import LOADING, ServerState, State
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
@@ -66,7 +60,7 @@ class Services:
     info: ShardInfo
     limits: Limits
     scheduler_limits: SchedulerLimits
-    shards: Shards
+    shards: ShardedClient
     watch: WatchedShards
     tokenizer: Tokenizer
     metrics: Metrics
@@ -152,7 +146,7 @@ async def start(
 
 def assemble(
     config: RouterConfig,
-    shards: ShardedClient | Shards,
+    shards: ShardedClient,
     tokenizer: Tokenizer,
     info: ShardInfo,
     warmup: WarmupResult,
@@ -215,7 +209,13 @@ def _step_deadlines(
     config: RouterConfig, info: ShardInfo, warmup: WarmupResult, limits: SchedulerLimits
 ) -> StepDeadlines:
     is_on_gpu = info.device_type != "cpu"
-    deadlines = StepDeadlines.measured(limits, warmup.max_total_tokens, is_on_gpu)
+    deadlines = StepDeadlines.measured(
+        costs=limits.costs,
+        num_rows=limits.max_batch_size,
+        speculate=limits.speculate,
+        longest=warmup.max_total_tokens,
+        is_on_gpu=is_on_gpu,
+    )
     if config.step_deadline is not None:
         expected_s = deadlines.work_s(config.max_batch_prefill_tokens)
         if config.step_deadline < expected_s:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from text_generation_router.client import reconnect
-from text_generation_router.client.reconnect import Reconnection
+from text_generation_router.client import recovery
+from text_generation_router.client.recovery import Reconnection
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import GoneShardError
@@ -44,9 +44,9 @@ class Place:
         self.found: list[FakeShards | GenerationError] = []
         self.told: list[str] = []
         self.listen()
-        monkeypatch.setattr(reconnect, "ShardedClient", self)
-        monkeypatch.setattr(reconnect, "PATIENCE_S", 0.01)
-        monkeypatch.setattr(reconnect, "GRACE_S", 0.1)
+        monkeypatch.setattr(recovery, "ShardedClient", self)
+        monkeypatch.setattr(recovery, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(recovery, "GRACE_S", 0.1)
         config = RouterConfig(
             tokenizer_name="",
             master_shard_uds_path=str(self.path),
@@ -161,7 +161,7 @@ async def test_those_that_are_lost_at_once_have_followers(
 
 async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     hanging, second = FakeShards(hook=hangs), FakeShards()
-    reconnect.PATIENCE_S = 100.0
+    recovery.PATIENCE_S = 100.0
     place.found = [hanging, second]
     again = place.again()
     place.listen()

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 from text_generation_proto import pb
+from text_generation_router.client import recovery
 from text_generation_router.client import shards as client_shards
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.shards import GoneShardError, LostStepError
-from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.client.test_shards import CALLS, Rank, make_prefill, serving
 from router.tests.scheduling import make_decode
@@ -193,8 +193,8 @@ async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
 async def test_the_silent_rank_is_named_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(recovery, "LOOK_S", 0.01)
     monkeypatch.setattr(client_shards, "_HEALTH_TIMEOUT_S", 0.05)
     async with serving(tmp_path, 2) as (client, ranks):
         ranks[1].delay_s = 3600

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from text_generation_proto import pb, pb_grpc
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.plan import Plan
@@ -19,7 +20,6 @@ from text_generation_router.scheduler.shards import (
     GrammarResult,
     LostStepError,
 )
-from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.client.test_translate import make_entry
 from router.tests.scheduling import make_decode
@@ -257,7 +257,7 @@ async def test_a_step_is_sent_within_one_turn_of_the_event_loop(
         await client.step(make_decode(), 3)
         for shard in shards:
             shard.asked.clear()
-        call = asyncio.create_task(WatchedShards(client).step(plan, 3))
+        call = WatchedShards(client).step(plan, 3)
         await asyncio.sleep(0)
         for shard in shards:
             assert shard.asked.wait(5), "the loop stands still, and the call is not there"

@@ -10,7 +10,7 @@ from text_generation_router.errors import (
     IncompleteGenerationError,
 )
 from text_generation_router.request import FinishReason, Request
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.scheduler.costs import StepCosts
 from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.fake_shards import EOS_ID, FakeShards, letters

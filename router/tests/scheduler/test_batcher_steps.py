@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.scheduler.costs import StepCosts
 
 from router.tests.scheduling import (
     collect,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.scheduler.chunked_prefill import ChunkedPrefill, StepCosts
+from text_generation_router.scheduler.costs import ChunkedPrefill, StepCosts
 
 # A step of 8 rows takes 20 ms, a prompt token 0.1 ms.
 COSTS = StepCosts(decode_step_ns=20_000_000, num_rows=8, prefill_token_ns=100_000)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.errors import (
     DeadlineError,
     GenerationError,
@@ -25,7 +26,6 @@ from text_generation_router.scheduler.shards import (
     LostStepError,
     NoShardsError,
 )
-from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.scheduling import (
     FakeShards,

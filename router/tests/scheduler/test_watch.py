@@ -3,25 +3,25 @@
 import asyncio
 
 import pytest
-from text_generation_router.scheduler import watch
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.client import recovery
+from text_generation_router.client.recovery import WatchedShards
+from text_generation_router.scheduler.costs import UNMEASURED_S, StepCosts, StepDeadlines
 from text_generation_router.scheduler.shards import (
+    GoneShardError,
     LostStepError,
     StepResult,
 )
-from text_generation_router.scheduler.watch import UNMEASURED_S, StepDeadlines, WatchedShards
 
 from router.tests.scheduling import (
     FakeShards,
     expected_ids,
     make_decode,
-    make_limits,
     running,
 )
 from router.tests.virtual_time import VirtualTime
 
 pytestmark = pytest.mark.usefixtures("clock")
-PATIENCE_S = watch.PATIENCE_S
+PATIENCE_S = recovery.PATIENCE_S
 
 
 class Stub(FakeShards):
@@ -71,7 +71,7 @@ async def test_a_question_that_fails_in_any_way_is_not_answered() -> None:
     watched = WatchedShards(shards)
     with pytest.raises(LostStepError, match="The shards have not answered for"):
         await watched.clear_cache(None)
-    assert shards.num_questions == watch.NUM_QUESTIONS
+    assert shards.num_questions == recovery.NUM_QUESTIONS
 
 
 async def test_one_late_answer_proves_nothing() -> None:
@@ -135,12 +135,12 @@ async def test_time_in_which_this_process_stood_still_does_not_count(
     shards = Stub(3600.0)
     watched = WatchedShards(shards, StepDeadlines(4.0))
     began = clock.now
-    call = asyncio.create_task(watched.clear_cache(None))
+    call = watched.clear_cache(None)
     await asyncio.sleep(before_s)
     clock.stand_still(60.0)
     with pytest.raises(LostStepError, match="within 4 s"):
         await call
-    assert 60.0 + 4.0 - watch.LOOK_S <= clock.now - began <= 60.0 + 4.0 + 2 * watch.LOOK_S
+    assert 60.0 + 4.0 - recovery.LOOK_S <= clock.now - began <= 60.0 + 4.0 + 2 * recovery.LOOK_S
 
 
 class Slow(FakeShards):
@@ -149,9 +149,37 @@ class Slow(FakeShards):
     call_s = 0.0
 
     async def decode(self, *_: object) -> StepResult:
-        async with self.until_closed():
-            await asyncio.sleep(self.call_s)
+        await asyncio.sleep(self.call_s)
         return StepResult((), (), (), (), None)
+
+
+class Idle(Slow):
+    """One that may have ended, and does not say whether it has."""
+
+    may_be_gone = True
+
+    async def health(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_every_call_ends_while_idle_shards_are_asked_and_with_their_loss() -> None:
+    """In its time, though no answer about their health comes, and no call ends by itself."""
+    shards = Idle()
+
+    async def connect(_: object) -> Idle:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    watched = WatchedShards(shards, StepDeadlines(1.0), connect)
+    await asyncio.sleep(2 * recovery.LOOK_S)
+    shards.call_s = 3600.0
+    began = asyncio.get_running_loop().time()
+    calls = [watched.step(make_decode(), 1), watched.step(make_decode(), 1), watched.health()]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [GoneShardError] * 3
+    assert asyncio.get_running_loop().time() - began <= 1.0 + 2 * recovery.LOOK_S
+    assert watched.is_down and shards.is_closed
+    await watched.close()
 
 
 async def test_a_call_waits_for_the_one_before() -> None:
@@ -159,13 +187,13 @@ async def test_a_call_waits_for_the_one_before() -> None:
     shards = Slow()
     watched = WatchedShards(shards, StepDeadlines(0.3))
     shards.call_s = 0.2
-    first = asyncio.create_task(watched.step(make_decode(), 1))
+    first = watched.step(make_decode(), 1)
     await asyncio.sleep(0)
     shards.call_s = 0.4
-    second = asyncio.create_task(watched.step(make_decode(), 1))
+    second = watched.step(make_decode(), 1)
     await asyncio.gather(first, second)
     assert watched.verdict is None
-    shards.call_s = 0.3 + 2 * watch.LOOK_S
+    shards.call_s = 0.3 + 2 * recovery.LOOK_S
     with pytest.raises(LostStepError):
         await watched.step(make_decode(), 1)
 
@@ -182,8 +210,7 @@ async def test_a_prompt_gives_a_step_more_time() -> None:
 
 def test_how_long_a_step_may_take() -> None:
     def measured(costs: StepCosts, speculate: int = 0, is_on_gpu: bool = False) -> StepDeadlines:
-        limits = make_limits(4096, costs=costs, speculate=speculate)
-        return StepDeadlines.measured(limits, 4096, is_on_gpu)
+        return StepDeadlines.measured(costs, 128, speculate, 4096, is_on_gpu)
 
     assert measured(StepCosts()).of(4096) == UNMEASURED_S
     quick = StepCosts(10**6, 32, 10**4, 10**3)

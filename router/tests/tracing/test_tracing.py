@@ -9,9 +9,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
+from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Request
-from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tracing import requests as spans
 from text_generation_router.tracing.requests import StepTrace, TracedRequests
 

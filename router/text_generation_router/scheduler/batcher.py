@@ -12,11 +12,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from text_generation_router.errors import (
     GenerationError,
@@ -40,7 +40,6 @@ from text_generation_router.scheduler.shards import (
     NoShardsError,
     StepResult,
 )
-from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tokenizer import Tokenizer
 
 __all__ = ["Batcher", "SchedulerLimits"]
@@ -53,6 +52,28 @@ logger = logging.getLogger(__name__)
 AHEAD_S = 0.008
 # How long a step that succeeded proves that the shards work.
 FRESH_S = 1.0
+
+
+class Shards(Protocol):
+    """The shards as the Batcher sees them: see `client.recovery.WatchedShards`."""
+
+    num_losses: int
+    error: GenerationError
+    on_loss: Callable[[], None]
+
+    def step(
+        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None
+    ) -> asyncio.Task[StepResult]: ...
+
+    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]: ...
+
+    def clear_cache(self, batch_id: int | None) -> Awaitable[None]: ...
+
+    def health(self) -> Awaitable[None]: ...
+
+    async def is_lost_with(self, error: GenerationError) -> bool: ...
+
+    async def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +100,7 @@ class Batcher:
 
     def __init__(
         self,
-        shards: WatchedShards,
+        shards: Shards,
         tokenizer: Tokenizer,
         metrics: Metrics,
         limits: SchedulerLimits,
@@ -300,10 +321,10 @@ class Batcher:
         return None if plan is None else self._launch(plan, step.batch_id, step.batch_id)
 
     def _launch(self, plan: Plan, batch_id: int, cached_id: int | None) -> _Step:
-        task = asyncio.create_task(self._shards.step(plan, batch_id, cached_id))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        step = _Step(plan, batch_id, task, time.perf_counter())
+        call = self._shards.step(plan, batch_id, cached_id)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        step = _Step(plan, batch_id, call, time.perf_counter())
         self._metrics.batch_inference_count.inc(method=step.method)
         return step
 

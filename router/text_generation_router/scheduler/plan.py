@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.scheduler.costs import StepCosts
 from text_generation_router.scheduler.entry import Entry
 
 

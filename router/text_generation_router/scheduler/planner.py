@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
-from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill
+from text_generation_router.scheduler.costs import Budget, ChunkedPrefill
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.entry_blocks import EntryBlocks
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits

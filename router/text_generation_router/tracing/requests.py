@@ -5,8 +5,10 @@ The request's span lasts from its first byte to its last. The others are made wh
 ended, from clock readings that the scheduler takes in any case.
 """
 
+import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from opentelemetry.context import Context
@@ -25,7 +27,6 @@ from text_generation_process.tracing import SERVICE, end_span, mark_failed, trac
 
 from text_generation_router.request import Ending
 from text_generation_router.request_id import TRACE, current
-from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import StepResult
@@ -289,8 +290,8 @@ class StepTrace:
         self._requests = requests
         self._last_span = 0.0
 
-    def __call__(self, plan: Plan, send: watch.Send) -> Coroutine[Any, Any, StepResult]:
-        """A step that is sent with the context of its span; see `watch.Trace`."""
+    def __call__(self, plan: Plan) -> tuple[str, Callable[[asyncio.Future[StepResult]], None]]:
+        """The context of the span of a step, and what ends the span; see `recovery.Trace`."""
         found = self._requests.sequences
         for entry in plan.admitted:
             if entry.id in found:
@@ -301,29 +302,33 @@ class StepTrace:
         is_time = time.monotonic() - self._last_span > EVERY_S
         has_span = is_time or any(sequence.is_fresh for sequence in inside)
         span = self._span(method, began, inside) if has_span else None
-        answer = send(traceparent(span))
+        return traceparent(span), partial(self._end, span, method, began, rows)
 
-        async def traced() -> StepResult:
-            nonlocal span
-            try:
-                result = await answer
-            except BaseException as error:
-                end_span(span, error)
-                raise
-            if span is None and (last := result.ended & rows.keys()):
-                # Only its result shows that a step is a sequence's last: the shards have no spans.
-                span = self._span(method, began, [rows[i] for i in sorted(last)])
-            for i in rows.keys() & set(result.request_ids):
-                if not rows[i].prefilled:
-                    rows[i].finish_prefill()
-            if span is not None:
-                span.set_attribute("batch_size", len(result.request_ids))
-                span.set_attribute("forward_ns", result.forward_ns)
-                span.set_attribute("decode_ns", result.decode_ns)
-            end_span(span)
-            return result
-
-        return traced()
+    def _end(
+        self,
+        span: Span | None,
+        method: str,
+        began: int,
+        rows: Mapping[int, "SequenceTrace"],
+        step: asyncio.Future[StepResult],
+    ) -> None:
+        """Ends the span of a step that is done. `rows`: its sequences that are traced."""
+        error = asyncio.CancelledError() if step.cancelled() else step.exception()
+        if error is not None:
+            end_span(span, error)
+            return
+        result = step.result()
+        if span is None and (last := result.ended & rows.keys()):
+            # Only its result shows that a step is a sequence's last: the shards have no spans.
+            span = self._span(method, began, [rows[i] for i in sorted(last)])
+        for i in rows.keys() & set(result.request_ids):
+            if not rows[i].prefilled:
+                rows[i].finish_prefill()
+        if span is not None:
+            span.set_attribute("batch_size", len(result.request_ids))
+            span.set_attribute("forward_ns", result.forward_ns)
+            span.set_attribute("decode_ns", result.decode_ns)
+        end_span(span)
 
     def _span(self, method: str, began: int, inside: Sequence[SequenceTrace]) -> Span | None:
         """The span of a step; None: no sequence in it is traced."""

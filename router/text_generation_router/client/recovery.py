@@ -1,21 +1,18 @@
-"""The shards as the scheduler sees them: watched while they compute, replaced if they are lost."""
+"""The shards as the router sees them: watched while they compute, replaced if they are lost."""
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from text_generation_process.defaults import (
-    CONTEXT_UNIT,
-    LEAST_STEP_DEADLINE_ON_GPU_S,
-    LEAST_STEP_DEADLINE_S,
-    STEP_DEADLINE_FACTOR,
-)
-
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError, UnhealthyError
-from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.costs import UNMEASURED_S, StepDeadlines
+from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import (
     CachedBatch,
     GoneShardError,
@@ -38,120 +35,20 @@ PATIENCE_S = 5.0
 # the timeout of the client, which names the silent rank.
 ANSWER_S = 5.0
 NUM_QUESTIONS = 4
-# How long a step may take where warm-up could measure nothing.
-UNMEASURED_S = 300.0
-# Ranks notice a missing rank first: they know which one it is.
-BEHIND_RANKS_S = 1.0
+# How often the socket is checked for a replacement.
+POLL_S = 0.02
+# A shard whose socket is still the old one after this has not ended: the launcher must end it.
+GRACE_S = 1.0
 
 _Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
 
 
-class Shards(Protocol):
-    """The connection to all shards of the model. Every call raises GenerationError when a shard
-    fails, and LostStepError when the shard may still have computed something.
-
-    One step or `filter_batch` is in flight at a time. Only a Decode with `is_ahead` may follow
-    another Decode in flight, and is computed after it.
-    """
-
-    @property
-    def may_be_gone(self) -> bool:
-        """Whether a shard may have ended since the last call, which `health` would find out."""
-        ...
-
-    def step(
-        self,
-        plan: Plan,
-        batch_id: int,
-        cached_batch_id: int | None = None,
-        trace_context: str = "",
-    ) -> Awaitable[StepResult]:
-        """Prefill, if there are new rows: computes their first `chunk_len` uncached tokens;
-        complete ones get a token. With `cached_batch_id` they join that batch, which keeps its id.
-        Its rows go on in the same pass, before the new ones, which can share the blocks written
-        there. If it fails, the cached batch is unchanged and the new rows are
-        free. Otherwise Decode: advances every row of the batch `batch_id`.
-
-        The message is on its way after one turn of the event loop. `trace_context`: the span above
-        those of the shards; empty: they have none.
-        """
-        ...
-
-    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]:
-        """Keeps the rows of `request_ids` (not empty) and frees the others."""
-        ...
-
-    def clear_cache(self, batch_id: int | None) -> Awaitable[None]:
-        """Frees the rows of one batch, or of all; an unknown id is no error."""
-        ...
-
-    def compile_grammar(self, grammar: str, timeout_s: float) -> Awaitable[GrammarResult]:
-        """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
-        ...
-
-    def health(self) -> Awaitable[None]:
-        """Returns if every shard is healthy."""
-        ...
-
-    async def close(self) -> None:
-        """Closes the connection; calls in flight fail. May be repeated."""
-        ...
-
-
-Connect = Callable[[Callable[[str], None]], Awaitable[Shards]]
-# Sends a step, with a trace context.
-Send = Callable[[str], Coroutine[Any, Any, StepResult]]
-# Makes a span of a step, and sends the step with it.
-Trace = Callable[[Plan, Send], Coroutine[Any, Any, StepResult]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepDeadlines:
-    """The longest time of a step, by what it carries.
-
-    By default that is the larger of `LEAST_STEP_DEADLINE_S` and `STEP_DEADLINE_FACTOR` times what
-    warm-up has measured for the largest step with as many prompt tokens: they are at the end of the
-    longest context, and all rows decode there. Nothing in a step takes longer:
-
-    - It is an upper bound of the work. The factor covers what warm-up has not measured
-      (log-probabilities of prompts, grammars, rows that are computed again because memory was
-      short) and a slower machine.
-    - One-time work is not part of a step. Warm-up is not watched. On a CPU the kernels are
-      compiled, or loaded, before a shard listens, and warm-up samples in every way. On a GPU the
-      first steps do more: therefore `LEAST_STEP_DEADLINE_ON_GPU_S`.
-    """
-
-    # The same for every step where it is all there is, as with --step-deadline.
-    least_s: float
-    decode_s: float = 0.0
-    token_s: float = 0.0
-
-    @classmethod
-    def measured(cls, limits: SchedulerLimits, longest: int, is_on_gpu: bool) -> "StepDeadlines":
-        """For rows of up to `longest` tokens."""
-        costs, num_rows = limits.costs, limits.max_batch_size
-        if not costs.decode_step_ns:
-            return cls(UNMEASURED_S)
-        token_ns = costs.prefill_token_ns + costs.prefill_context_ns * longest / CONTEXT_UNIT
-        decode_ns = costs.decode_step_ns * max(1.0, num_rows / costs.num_rows)
-        decode_ns += num_rows * (1 + limits.speculate) * token_ns
-        factor = STEP_DEADLINE_FACTOR
-        least_s = LEAST_STEP_DEADLINE_ON_GPU_S if is_on_gpu else LEAST_STEP_DEADLINE_S
-        return cls(least_s, factor * decode_ns / 1e9, factor * token_ns / 1e9)
-
-    def behind_ranks(self, ranks_s: float) -> "StepDeadlines":
-        """The same, but longer than ranks wait for one another."""
-        return replace(self, least_s=max(self.least_s, ranks_s + BEHIND_RANKS_S))
-
-    def work_s(self, num_prompt_tokens: int) -> float:
-        """The expected time of such a step, without the factor."""
-        return (self.decode_s + num_prompt_tokens * self.token_s) / STEP_DEADLINE_FACTOR
-
-    def of(self, num_prompt_tokens: int) -> float:
-        """Seconds for a step with that number of prompt tokens."""
-        return max(self.least_s, self.decode_s + num_prompt_tokens * self.token_s)
+_Send = Callable[[ShardedClient], Coroutine[Any, Any, _Answer]]
+Connect = Callable[[Callable[[str], None]], Awaitable[ShardedClient]]
+# Makes a span of a step: its context, and what is called when the step is done.
+Trace = Callable[[Plan], tuple[str, Callable[[asyncio.Future[StepResult]], None]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -166,10 +63,10 @@ class _Call:
 class WatchedShards:
     """Owns the connection to the present shards, and connects to those that replace them.
 
-    Every call ends within its deadline; its time begins when the calls before it have ended. While
-    a step takes long, the shards are asked for their health, which they answer while they compute;
-    silent shards are declared lost before the deadline. While this process is stopped no time
-    passes: the shards may be stopped with it.
+    Every call is a task, sent after one turn of the event loop, and ends within its deadline; its
+    time begins when the calls before it have ended. While a step takes long, the shards are asked
+    for their health, which they answer while they compute; silent shards are declared lost before
+    the deadline. While this process is stopped no time passes: the shards may be stopped with it.
 
     When the shards are lost all calls in flight fail with LostStepError, and so do later calls
     until new shards are connected; only `compile_grammar` waits for them. Rows, KV and grammars are
@@ -179,7 +76,7 @@ class WatchedShards:
 
     def __init__(
         self,
-        shards: Shards,
+        shards: ShardedClient,
         deadlines: StepDeadlines | None = None,
         connect: Connect | None = None,
         note_restart: Callable[[], None] = lambda: None,
@@ -200,16 +97,16 @@ class WatchedShards:
         """Called with a sentence where shards are declared lost that may still run: the launcher
         must end them."""
         # None while none are connected.
-        self._shards: Shards | None = None
+        self._shards: ShardedClient | None = None
         self._connection = shards
         self._deadlines = deadlines or StepDeadlines(UNMEASURED_S)
         self._connect = connect
         self._note_restart = note_restart
         self._trace = trace
-        # Oldest first.
+        # Those with a deadline, oldest first.
         self._calls: list[_Call] = []
-        self._question: asyncio.Task[str] | None = None
         self._is_settled = asyncio.Event()
+        # All that is under way with the present shards, or the wait for new ones.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._serve_with(shards)
 
@@ -222,29 +119,29 @@ class WatchedShards:
 
     def step(
         self, plan: Plan, batch_id: int, cached_batch_id: int | None = None
-    ) -> Coroutine[Any, Any, StepResult]:
-        """See `Shards.step`. It never raises before it is awaited."""
+    ) -> asyncio.Task[StepResult]:
+        """See `ShardedClient.step`."""
+        context, end = ("", None) if self._trace is None else self._trace(plan)
+        call = self._call(
+            lambda shards: shards.step(plan, batch_id, cached_batch_id, context),
+            self._deadlines.of(sum(plan.chunks.values())),
+        )
+        if end is not None:
+            call.add_done_callback(end)
+        return call
 
-        def send(trace_context: str) -> Coroutine[Any, Any, StepResult]:
-            return self._call(
-                lambda shards: shards.step(plan, batch_id, cached_batch_id, trace_context),
-                self._deadlines.of(sum(plan.chunks.values())),
-            )
-
-        return send("") if self._trace is None else self._trace(plan, send)
-
-    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]:
-        """See `Shards.filter_batch`."""
+    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> asyncio.Task[CachedBatch]:
+        """See `ShardedClient.filter_batch`."""
         return self._call(
             lambda shards: shards.filter_batch(batch_id, request_ids), self._deadlines.of(0)
         )
 
-    def clear_cache(self, batch_id: int | None) -> Awaitable[None]:
-        """See `Shards.clear_cache`."""
+    def clear_cache(self, batch_id: int | None) -> asyncio.Task[None]:
+        """See `ShardedClient.clear_cache`."""
         return self._call(lambda shards: shards.clear_cache(batch_id), self._deadlines.of(0))
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """See `Shards.compile_grammar`. It waits for shards first, which does not count in
+        """See `ShardedClient.compile_grammar`. It waits for shards first, which does not count in
         `timeout_s`; raises UnhealthyError if none will come."""
         while True:
             try:
@@ -256,23 +153,21 @@ class WatchedShards:
                 if self._connect is None:
                     raise
 
-    def health(self) -> Awaitable[None]:
-        """See `Shards.health`."""
+    def health(self) -> asyncio.Task[None]:
+        """See `ShardedClient.health`."""
         return self._call(lambda shards: shards.health())
 
-    def _call(
-        self, send: Callable[[Shards], Awaitable[_Answer]], allowed_s: float | None = None
-    ) -> Coroutine[Any, Any, _Answer]:
-        """Sends a message now, if shards are connected. None: the answer has no deadline."""
+    def _call(self, send: _Send[_Answer], allowed_s: float | None = None) -> asyncio.Task[_Answer]:
+        """Sends a message, if shards are connected. None: the answer has no deadline."""
         if (shards := self._shards) is None:
-            return self._refuse()
-        return self._answer(shards, send(shards), allowed_s)
+            return self._begin(self._refuse())
+        return self._begin(self._answer(shards, send(shards), allowed_s))
 
     async def _refuse(self) -> Any:
         raise GoneShardError(*self.error.args)
 
     async def _answer(
-        self, shards: Shards, answer: Awaitable[_Answer], allowed_s: float | None
+        self, shards: ShardedClient, answer: Awaitable[_Answer], allowed_s: float | None
     ) -> _Answer:
         now = asyncio.get_running_loop().time
         call = _Call(now(), allowed_s or 0.0)
@@ -280,7 +175,7 @@ class WatchedShards:
             self._calls.append(call)
         try:
             return await answer
-        except GenerationError as error:
+        except (GenerationError, asyncio.CancelledError) as error:
             if self._shards is shards:
                 if isinstance(error, SilentShardError):
                     self._declare_lost(str(error))
@@ -298,16 +193,15 @@ class WatchedShards:
 
     # ---- The watch ----
 
-    async def _watch(self, shards: Shards) -> None:
+    async def _watch(self, shards: ShardedClient) -> None:
         """Declares these shards lost if the oldest call has passed its deadline, and asks for their
         health if it takes long. While there are no calls it notices that a shard has ended."""
         time = asyncio.get_running_loop().time
         looked, next_question = time(), 0.0
+        question: asyncio.Task[str] | None = None
         asked: _Call | None = None
-        while True:
+        while self._shards is shards:
             await asyncio.sleep(LOOK_S)
-            if self._shards is not shards:
-                return
             now = time()
             if (late_s := now - looked - LOOK_S) > STILL_S:
                 for call in self._calls:
@@ -317,24 +211,22 @@ class WatchedShards:
                 next_question = now + PATIENCE_S
             looked = now
             oldest = self._calls[0] if self._calls else None
-            if self._question is not None and self._question.done():
-                detail, self._question = self._question.result(), None
+            lasted_s = 0.0 if oldest is None else now - oldest.since
+            if question is not None and question.done():
+                detail, question = question.result(), None
                 next_question = now + PATIENCE_S
                 if detail and oldest is not None and oldest is asked:
-                    lasted_s = now - oldest.since
                     self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s", detail)
-            elif oldest is None:
-                if self._connect is not None and shards.may_be_gone:
-                    with suppress(Exception):  # an end is noted, and nothing may end the watch
-                        await self.health()
-                    looked = time()
-            elif now - oldest.since > oldest.allowed_s:
+            elif oldest is not None and lasted_s > oldest.allowed_s:
                 self._declare_lost(
                     f"The shards have not finished a step within {oldest.allowed_s:.3g} s"
                 )
-            elif now - oldest.since > PATIENCE_S and not self._question and now >= next_question:
-                asked = oldest
-                self._question = self._begin(silence_of(shards))
+            elif question is not None or now < next_question:
+                continue
+            elif oldest is not None and lasted_s > PATIENCE_S:
+                asked, question = oldest, self._begin(silence_of(shards))
+            elif oldest is None and self._connect is not None and shards.may_be_gone:
+                asked, question = None, self._begin(silence_of(self, 1))
 
     # ---- Losses ----
 
@@ -363,8 +255,8 @@ class WatchedShards:
 
     async def close(self) -> None:
         """Ends all tasks and closes the connection. Nothing can be called any more."""
-        for task in list(self._tasks):
-            task.cancel()
+        self._shards = None
+        self._end_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connection.close()
 
@@ -377,9 +269,7 @@ class WatchedShards:
     def _lose(self, error: GenerationError) -> None:
         """Once for each connection, which is closed: all calls in flight fail."""
         self.error, self._shards = error, None
-        if self._question is not None:
-            self._question.cancel()
-            self._question = None
+        self._end_tasks()
         if self._connect is None:
             self.verdict = error
             self._begin(self._connection.close())
@@ -390,7 +280,7 @@ class WatchedShards:
         self._begin(self._replace(self._connect))
         self.on_loss()
 
-    def _serve_with(self, shards: Shards) -> None:
+    def _serve_with(self, shards: ShardedClient) -> None:
         self._connection = self._shards = shards
         self._is_settled.set()
         self._begin(self._watch(shards))
@@ -411,6 +301,11 @@ class WatchedShards:
         logger.info("New shards have replaced the lost ones")
         self._serve_with(shards)
 
+    def _end_tasks(self) -> None:
+        """Ends what is under way, once it has begun: Python warns of coroutines that never do."""
+        for task in self._tasks:
+            asyncio.get_running_loop().call_soon(task.cancel)
+
     def _begin(self, work: Coroutine[Any, Any, _Answer]) -> asyncio.Task[_Answer]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -418,10 +313,12 @@ class WatchedShards:
         return task
 
 
-async def silence_of(shards: Shards) -> str:
-    """The last error, if none of NUM_QUESTIONS health checks is answered; else an empty string."""
+async def silence_of(
+    shards: ShardedClient | WatchedShards, num_questions: int = NUM_QUESTIONS
+) -> str:
+    """The last error, if none of the health checks is answered; else an empty string."""
     why = ""
-    for _ in range(NUM_QUESTIONS):
+    for _ in range(num_questions):
         try:
             async with asyncio.timeout(ANSWER_S):
                 await shards.health()
@@ -429,7 +326,103 @@ async def silence_of(shards: Shards) -> str:
             # Any failure counts: no code awaits the watch, and an exception here would end it, so
             # that requests could wait for ever.
             why = str(error) or type(error).__name__
-            logger.warning("A call takes long, and the shards are silent: %s", why)
+            logger.warning("The shards are silent: %s", why)
         else:
             return ""
     return why
+
+
+class Reconnection:
+    """Knows the socket of the last shards: new ones have another one at the same path.
+
+    The shards that it returns serve the same model within the same limits, and are warm.
+    """
+
+    def __init__(self, config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
+        """`info` and `warmup` are the answers of the first shards."""
+        self._path = config.master_shard_uds_path
+        self._config = config
+        self._info = info
+        self._warmup = warmup
+        self._last = _identity(self._path)
+
+    async def __call__(self, report: Callable[[str], None]) -> ShardedClient:
+        """Waits for new shards. Calls `report` with a sentence while the old ones have not ended.
+        Raises GenerationError if the new shards differ from the lost ones, or refuse the same
+        limits."""
+        while True:
+            await self._other_socket(report)
+            attempt = asyncio.ensure_future(self._connect())
+            try:
+                # With another socket again, those that it waits for have ended.
+                while not attempt.done() and _identity(self._path) == self._last:
+                    await asyncio.wait({attempt}, timeout=POLL_S)
+                if attempt.done():
+                    return attempt.result()
+            except LostStepError as error:
+                logger.warning("The new shards are lost, too: %s", error)
+            finally:
+                attempt.cancel()
+                await asyncio.gather(attempt, return_exceptions=True)
+
+    async def _other_socket(self, report: Callable[[str], None]) -> None:
+        """Returns when there is a new socket. Until then it calls `report` repeatedly: the launcher
+        may not be able to end the shards yet."""
+        loop = asyncio.get_running_loop()
+        patience_ends = loop.time() + GRACE_S
+        while (found := _identity(self._path)) is None or found == self._last:
+            if found and loop.time() > patience_ends:
+                report("The shards do not answer, and have not ended")
+                patience_ends = loop.time() + GRACE_S
+            await asyncio.sleep(POLL_S)
+        self._last = found
+
+    async def _connect(self) -> ShardedClient:
+        try:
+            shards = await ShardedClient.connect(
+                self._path, answer_s=self._config.starting_deadline_s
+            )
+        except GenerationError as error:
+            # Some may have failed before they listened; the launcher starts new ones.
+            raise LostStepError(*error.args) from error
+        warm_up = asyncio.create_task(self._warm_up(shards))
+        try:
+            while not (await asyncio.wait({warm_up}, timeout=PATIENCE_S))[0]:
+                if silence := await silence_of(shards):
+                    raise LostStepError(silence)
+            await warm_up
+        except BaseException:
+            warm_up.cancel()
+            await asyncio.gather(warm_up, return_exceptions=True)
+            await shards.close()
+            raise
+        return shards
+
+    async def _warm_up(self, shards: ShardedClient) -> None:
+        await shards.clear_cache(None)
+        info = await shards.info()
+        for name in {*ShardInfo.__slots__} - {"last_number", "spares_core"}:
+            new, old = getattr(info, name), getattr(self._info, name)
+            if new != old:
+                raise GenerationError(f"they have {name} {new!r}, the old ones had {old!r}")
+        warmup = await shards.warmup(
+            max_prefill_tokens=self._config.max_batch_prefill_tokens,
+            max_batch_size=self._config.batch_rows,
+            max_input_tokens=self._warmup.max_input_tokens,
+            max_total_tokens=self._warmup.max_total_tokens,
+            max_batch_total_tokens=self._warmup.num_blocks * self._info.block_size,
+            num_snapshots=self._warmup.num_snapshots,
+        )
+        for name, kind in (("num_blocks", "KV blocks"), ("num_snapshots", "snapshots of states")):
+            new, old = getattr(warmup, name), getattr(self._warmup, name)
+            if new != old:
+                raise GenerationError(f"they have {new} {kind}, the old ones had {old}")
+
+
+def _identity(path: str) -> tuple[int, int, int] | None:
+    """The identity of the file at a path; None: there is none. An inode number alone is reused."""
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_ctime_ns
