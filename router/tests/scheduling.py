@@ -43,7 +43,7 @@ def make_request(
 ) -> Request:
     """A greedy request; `options` are fields of Request, or of GenerateParameters."""
     own = {name: options.pop(name) for name in Request.__slots__ if name in options}
-    asked = GenerateParameters(**{"inputs": "", "stop": stop, **options})
+    asked = GenerateParameters.of(**{"inputs": "", "stop": stop, **options})
     return replace(Request(asked, tuple(prompt), Sampling(), max_new_tokens), **own)
 
 

@@ -35,7 +35,7 @@ LIMITS = Limits(
 
 
 def asks(**parameters: object) -> GenerateParameters:
-    return GenerateParameters(**{"inputs": PROMPT, "max_new_tokens": 6, **parameters})
+    return GenerateParameters.of(**{"inputs": PROMPT, "max_new_tokens": 6, **parameters})
 
 
 @dataclass(frozen=True)

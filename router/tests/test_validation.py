@@ -40,7 +40,7 @@ def validation(tmp_path: Path) -> Validation:
 
 
 async def validate(validation: Validation, inputs: str = "ab", **asked: object) -> Request:
-    return await validation.validate(GenerateParameters(inputs=inputs, **asked))
+    return await validation.validate(GenerateParameters.of(inputs=inputs, **asked))
 
 
 REFUSED = [
@@ -223,7 +223,7 @@ def test_streams_and_best_of(
 
 
 def asked(**parameters: object) -> GenerateParameters:
-    return GenerateParameters(inputs="x", **parameters)
+    return GenerateParameters.of(inputs="x", **parameters)
 
 
 async def test_deterministic_is_refused_where_it_can_not_be_kept(validation: Validation) -> None:

@@ -2,14 +2,22 @@
 that are refused."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    create_model,
+)
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from text_generation_process.sampling import NUMBERS, PENALTIES, Number
 
-from text_generation_router.validation import GenerateParameters
+from text_generation_router.request import GenerateParameters
 
 # No real request has more messages, tools, stop strings or biases.
 MAX_ITEMS = 4096
@@ -98,11 +106,6 @@ LogitBias = Annotated[Entries[Float32], AfterValidator(_to_token_ids)]
 
 # The limits come first: OpenAPI shows them only there.
 Penalty = Annotated[float, Field(ge=-2, le=2), AfterValidator(to_float32)]
-Fraction = Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)]
-Positive = Annotated[float, Field(gt=0), AfterValidator(to_float32)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(to_float32)]
-TypicalP = Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 NumSequences = Annotated[int, Field(ge=1, le=128)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 MOST_TOP_LOGPROBS = 20
@@ -124,7 +127,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-def optional(description: str, default: Any = None, **more: Any) -> Any:
+def optional(description: str | None, default: Any = None, **more: Any) -> Any:
     """A field that may be left out; without another default it may be null."""
     return Field(default=default, description=description, **more)
 
@@ -143,51 +146,80 @@ NOT_SUPPORTED = Field(description="Not supported.")
 Refused = Annotated[Any, refuses(), NOT_SUPPORTED]
 
 
-def drawing(
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None = None,
-    typical_p: float | None = None,
-) -> dict[str, Any]:
-    """How OpenAI and Anthropic ask for sampling, as fields of `GenerateParameters`.
+Complete = TypeVar("Complete", bound=Body)
 
-    Tokens are drawn unless temperature or top_p is 0; both are 1 if left out.
-    """
-    if 0 in (temperature, top_p):
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": temperature,
-        # `GenerateParameters` has no values that cut nothing off.
-        "top_p": None if top_p == 1 else top_p,
-        "top_k": None if top_k in (0, -1) else top_k,
-        "typical_p": None if typical_p == 1 else typical_p,
+
+def limited(number: Number) -> Any:
+    """The type of a sampling number, with the limits of all dialects but TGI's."""
+    limits = Field(**number.limits)
+    if isinstance(number.neutral, int):
+        return Annotated[int, limits]
+    return Annotated[float, limits, AfterValidator(to_float32)]
+
+
+def with_numbers(body: type[Complete]) -> type[Complete]:
+    """Adds the sampling numbers to a body. A field of the name of one gets its type and description
+    and keeps its place; the others come last."""
+    own = {
+        name: (limited(number) | None, optional(number.about + number.elsewhere or None))
+        for name, number in NUMBERS.items()
     }
+    return _completed(body, own)
+
+
+def with_numbers_of_tgi(body: type[Complete]) -> type[Complete]:
+    """The same with TGI's numbers, whose limits `Validation` checks."""
+    own = {
+        name: (
+            (Int32 if isinstance(number.neutral, int) else Float32) | None,
+            optional(number.about + number.in_tgi, examples=[number.example]),
+        )
+        for name, number in NUMBERS.items()
+        if number.in_tgi is not None
+    }
+    return _completed(body, own)
+
+
+def _completed(body: type[Complete], own: dict[str, Any]) -> type[Complete]:
+    return create_model(
+        body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **own
+    )
+
+
+def drawing(asked: Any) -> dict[str, Any]:
+    """How OpenAI and Anthropic ask for sampling, as fields of `Sampling`.
+
+    Tokens are drawn unless temperature or top_p is 0. What TGI does not allow changes nothing.
+    """
+    given = {name: value for name in NUMBERS if (value := getattr(asked, name, None)) is not None}
+    is_drawn = 0 not in (given.get("temperature"), given.get("top_p"))
+    names = NUMBERS if is_drawn else PENALTIES
+    kept = [name for name in names if name in given and NUMBERS[name].range.allows(given[name])]
+    return {"do_sample": is_drawn, **{name: given[name] for name in kept}}
 
 
 def parameters_of(asked: Any, **more: Any) -> GenerateParameters:
     """The parameters of what has OpenAI's and vLLM's names of them, without a prompt; None: left
     out. `more`: those whose form is not the same everywhere."""
     least = asked.min_tokens or 0
-    drawn = drawing(asked.temperature, asked.top_p, asked.top_k, asked.typical_p)
-    return GenerateParameters(
+    return GenerateParameters.of(
         inputs="",
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        logit_bias=tuple((int(key), bias) for key, bias in (asked.logit_bias or {}).items()),
+        **drawing(asked),
+        logit_bias=biases_of(asked.logit_bias),
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         seed=None if asked.seed is None else asked.seed % 2**64,
         keeps_stop_sequence=False,
         deterministic=bool(asked.deterministic),
-        # Nothing is drawn where the best token is taken.
-        min_p=(asked.min_p or None) if drawn["do_sample"] else None,
         min_new_tokens=least,
         num_unstopped_tokens=least,
         ignore_eos_token=bool(asked.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(asked.stop_token_ids or ())),
         includes_stop=bool(asked.include_stop_str_in_output),
         most_top_n_tokens=MOST_TOP_LOGPROBS,
-        **drawn,
         **more,
     )
+
+
+def biases_of(given: Mapping[Any, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """The field `logit_bias` of `Sampling`."""
+    return None if given is None else tuple((int(key), bias) for key, bias in given.items())

@@ -1,22 +1,13 @@
 """A request, its parameters and its outputs: frozen values only."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Self
 
-from text_generation_process.sampling import Sampling
-
-
-class FinishReason(Enum):
-    """Why a generation ended; the value is TGI's word."""
-
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
-    STOP_SEQUENCE = "stop_sequence"
-    # Only for `stop_token_ids`, which TGI does not have.
-    STOP_TOKEN = "stop_token"
+from text_generation_process.sampling import DRAWING, SAMPLING, Sampling
+from text_generation_process.sampling import FinishReason as FinishReason
+from text_generation_process.sampling import Pooling as Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +17,6 @@ class Grammar:
 
     kind: Literal["json_schema", "regex", "lark", "gbnf"]
     source: str
-
-
-class Pooling(Enum):
-    """Which hidden state represents a prompt: that of its last token, or the mean of all."""
-
-    LAST = "last"
-    MEAN = "mean"
 
 
 TRUNCATE_TO_FIT = -1
@@ -47,15 +31,8 @@ class GenerateParameters:
     input_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
     best_of: int | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    min_p: float | None = None
-    do_sample: bool = False
+    # The given fields of `Sampling`.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     ignore_eos_token: bool = False
@@ -63,12 +40,9 @@ class GenerateParameters:
     stop: tuple[str, ...] = ()
     # Number of tokens kept at the end of the prompt; TRUNCATE_TO_FIT: as many as fit.
     truncate: int | None = None
-    watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
-    seed: int | None = None
     top_n_tokens: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
     adapter_id: str | None = None
     # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
@@ -96,11 +70,17 @@ class GenerateParameters:
     # Requested log-probabilities: of each of these as the first token.
     score_token_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """From values by name; those of `Sampling` that are None are not given."""
+        own = {name: values.pop(name) for name in SAMPLING if name in values}
+        given = {name: value for name, value in own.items() if value is not None}
+        return cls(sampling=given, **values)
+
     @property
     def wants_sampling(self) -> bool:
         """Whether any parameter asks for tokens to be drawn."""
-        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
-        return self.do_sample or any(shaper is not None for shaper in shapers)
+        return bool(self.sampling.get("do_sample")) or any(map(self.sampling.__contains__, DRAWING))
 
     @property
     def is_prompt_only(self) -> bool:

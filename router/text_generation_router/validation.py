@@ -5,10 +5,10 @@ Comparisons are written so that NaN fails them.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from text_generation_process.sampling import Sampling
+from text_generation_process.sampling import NUMBERS, Sampling
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
@@ -33,24 +33,6 @@ class Limits:
     is_deterministic: bool = True
 
 
-_PENALTY = (lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0")
-_POSITIVE = (lambda value: value > 0, "strictly positive")
-_PROBABILITY = (lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0")
-
-# Parameter → the values it may have, and the same in words; in TGI's order.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": _POSITIVE,
-    "repetition_penalty": _POSITIVE,
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "top_p": _PROBABILITY,
-    "typical_p": _PROBABILITY,
-    "min_p": (lambda value: 0.0 < value <= 1.0, "> 0.0 and <= 1.0"),
-    "top_k": _POSITIVE,
-    "max_new_tokens": _POSITIVE,
-}
-
-
 def _complaints(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
     """What is wrong with the parameters, in the order in which TGI looks for it."""
     has_several = (asked.best_of or 1) > 1
@@ -61,15 +43,16 @@ def _complaints(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
             "`deterministic` can not be kept by this server: its operators round differently in "
             "other batches; serve on a CPU with --dtype float32 or bfloat16, or leave it out"
         )
-    for name, (is_valid, words) in _RANGES.items():
-        value = getattr(asked, name)
-        if value is not None and not is_valid(value):
-            yield f"`{name}` must be {words}"
+    for name, number in NUMBERS.items():
+        if name in asked.sampling and not number.range.allows(asked.sampling[name]):
+            yield f"`{name}` must be {number.range.words}"
+    if asked.max_new_tokens is not None and asked.max_new_tokens <= 0:
+        yield "`max_new_tokens` must be strictly positive"
     most_stops = max(limits.max_stop_sequences, asked.most_stop_sequences)
     if len(asked.stop) > most_stops:
         yield f"`stop` supports up to {most_stops} stop sequences. Given: {len(asked.stop)}"
     yield from _unknown_ids("stop_token_ids", asked.stop_token_ids, limits)
-    if asked.seed is not None and has_several:
+    if "seed" in asked.sampling and has_several:
         yield "`seed` must not be set when `best_of` > 1"
     most_top = max(limits.max_top_n_tokens, asked.most_top_n_tokens)
     if (asked.top_n_tokens or 0) > most_top:
@@ -100,7 +83,7 @@ def _unknown_ids(name: str, ids: Sequence[int], limits: Limits) -> Iterator[str]
 
 
 def _wrong_biases(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
-    for token_id, bias in asked.logit_bias:
+    for token_id, bias in asked.sampling.get("logit_bias", ()):
         if token_id >= limits.vocab_size:
             yield (
                 f"`logit_bias` must name token ids below {limits.vocab_size}, the size of the "
@@ -161,7 +144,7 @@ class Validation:
         return Request(
             asked=asked,
             input_ids=input_ids,
-            sampling=_sampling(asked),
+            sampling=Sampling(**{"seed": random.getrandbits(64)} | dict(asked.sampling)),
             max_new_tokens=max_new_tokens,
             prefill_logprobs=asked.decoder_input_details,
             grammar=grammar,
@@ -232,13 +215,3 @@ class Validation:
                 f"text of this grammar needs. Given: {max_new_tokens}"
             )
         return grammar.text
-
-
-_SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "seed")
-
-
-def _sampling(asked: GenerateParameters) -> Sampling:
-    """The given values, the defaults of `Sampling`, and a seed of 64 bits."""
-    seed = random.getrandbits(64) if asked.seed is None else asked.seed
-    given = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
-    return Sampling(seed=seed, **given)

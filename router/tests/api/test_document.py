@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from text_generation_process.sampling import NUMBERS
 from text_generation_router.api.document import BODIES, PARAMETERS
 from text_generation_router.api.openai.sampling import (
     SamplingBody,
@@ -19,6 +20,7 @@ OTHERS = ("/v1/messages", "/v1/responses", "/v2/", "/score", "/v1/score", "/rera
 VLLMS = (VllmChatBody.model_fields.keys() - SamplingBody.model_fields.keys()) | {
     field.alias or name for name, field in StructuredOutputsBody.model_fields.items()
 }
+VLLMS |= {name for name, number in NUMBERS.items() if not number.about}
 # Fields of answers whose meaning is plain from their names. A request's are all described.
 PLAIN = {"id", "index", "message", "model", "name", "object", "role", "text", "type"}
 

@@ -7,9 +7,14 @@ from text_generation_router.validation import GenerateParameters
 
 def test_defaults_are_those_of_vllm():
     asked = SamplingParams().to_parameters()
-    assert asked.do_sample and asked.temperature == 1.0
+    assert asked.sampling == {
+        "do_sample": True,
+        "temperature": 1.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+    }
     assert asked.max_new_tokens == 16
-    assert asked.top_k is None and asked.top_p is None and asked.seed is None
     assert asked.stop == () and asked.grammar is None and not asked.keeps_stop_sequence
 
 
@@ -31,7 +36,7 @@ def test_everything_arrives():
         prompt_logprobs=True,
         regex="a+",
     )
-    assert params.to_parameters() == GenerateParameters(
+    assert params.to_parameters() == GenerateParameters.of(
         inputs="",
         **same,
         do_sample=True,

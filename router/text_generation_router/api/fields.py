@@ -10,13 +10,6 @@ from pydantic import BaseModel, Field, model_validator
 from text_generation_router.fields import Body, optional
 from text_generation_router.request import Grammar
 
-TEMPERATURE = (
-    "Above 1 the choice of tokens is more random, below 1 less. 0: always the "
-    "likeliest token. Default: 1."
-)
-TOP_P = "Draw only from the likeliest tokens whose probabilities add up to this, 0 to 1."
-TYPICAL_P = "Draw only from the most typical tokens whose probabilities add up to this, 0 to 1."
-REPETITION_PENALTY = "Above 1, tokens that were used are less likely to come again. 1: no penalty."
 DETERMINISTIC = (
     "The same tokens, bit for bit, regardless of what else is in the batch. Refused "
     "where the server can not promise it."

@@ -6,31 +6,27 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import orjson
 from pydantic import AfterValidator, ValidationError, create_model
+from text_generation_process.sampling import NUMBERS, SamplingNumbers
 
 from text_generation_router.fields import (
     Body,
     Float32,
-    Fraction,
     NumSequences,
-    Penalty,
-    Positive,
     Seed,
-    Temperature,
-    TopK,
-    TypicalP,
     Uint32,
+    limited,
     none_empty,
     parameters_of,
 )
-from text_generation_router.request import Grammar
-from text_generation_router.validation import GenerateParameters
+from text_generation_router.request import GenerateParameters, Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """The parameters of the answers to one prompt. Raises ValueError for invalid values.
 
-    At most one of `json_schema`, `regex` and `lark` may be set; the text then follows it.
+    `temperature` 0: always the most likely token; `top_k` 0 or -1: all tokens. At most one of
+    `json_schema`, `regex` and `lark` may be set; the text then follows it.
     """
 
     n: NumSequences = 1
@@ -38,17 +34,6 @@ class SamplingParams:
     max_tokens: Uint32 | None = 16
     """None: as many as the context allows."""
     min_tokens: Uint32 = 0
-    temperature: Temperature = 1.0
-    """0: always the most likely token."""
-    top_p: Fraction = 1.0
-    top_k: TopK = 0
-    """0 or -1: all tokens."""
-    typical_p: TypicalP = 1.0
-    min_p: Fraction = 0.0
-    """Only tokens with at least this share of the best token's probability."""
-    repetition_penalty: Positive = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
     logit_bias: Mapping[Uint32, Float32] | None = None
     seed: Seed | None = None
     """Answer i uses seed + i; None: a random seed."""
@@ -100,6 +85,7 @@ class SamplingParams:
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
+_HINTS |= {name: limited(number) for name, number in NUMBERS.items()}
 _FIELDS: dict[str, Any] = {name: (hint, ...) for name, hint in _HINTS.items()}
 _Checked = create_model("_Checked", __base__=Body, **_FIELDS)
 

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
-from text_generation_process.sampling import Sampling
+from text_generation_process.sampling import NUMBERS, Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.device.base import Device, MemoryBudget
@@ -185,15 +185,10 @@ _LONG_NS = 150_000_000
 # Alternatives of a token, as many as a router allows by default.
 _TOP_TOKENS = 5
 # Every sampling parameter in use.
+_NUMBERS: dict[str, Any] = {name: number.example for name, number in NUMBERS.items()}
 _EVERYTHING = Sampling(
-    temperature=0.7,
-    top_k=50,
-    top_p=0.9,
-    typical_p=0.9,
-    min_p=0.01,
+    **_NUMBERS,
     do_sample=True,
-    repetition_penalty=1.1,
-    frequency_penalty=0.1,
     watermark=True,
     logit_bias=((0, 1.0),),
 )

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from text_generation_process.sampling import DRAWING, PENALTIES
 from torch import Tensor
 
 from text_generation_shard.arrays import Flags, Floats, Ints, Tokens, plain_upload
@@ -28,19 +29,19 @@ def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
     nothing = float("-inf")
     vocab = scores.shape[1]
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    _, top_k, top_p, typical_p, log_min_p = torch.split(columns.drawn, 1, dim=1)
-    ranked = ranked.masked_fill(ranked < log_min_p, nothing)
-    k = torch.where(top_k > 0, top_k.long(), vocab).clamp(max=vocab)
+    drawn = dict(zip(DRAWING, torch.split(columns.drawn, 1, dim=1), strict=True))
+    ranked = ranked.masked_fill(ranked < drawn["min_p"], nothing)
+    k = torch.where(drawn["top_k"] > 0, drawn["top_k"].long(), vocab).clamp(max=vocab)
     # Ties with the k-th best stay.
     ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)
     probabilities = torch.softmax(ranked, dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     # The smallest set that reaches top_p; it always contains the best token.
-    is_out = before >= torch.where(top_p < 1.0, top_p, 2.0)
+    is_out = before >= torch.where(drawn["top_p"] < 1.0, drawn["top_p"], 2.0)
     is_out[:, 0] = False
     ranked = ranked.masked_fill(is_out, nothing)
     kept = torch.full_like(scores, nothing).scatter_(1, order, ranked)
-    return _keep_typical(kept, typical_p) if columns.is_typical else kept
+    return _keep_typical(kept, drawn["typical_p"])
 
 
 def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:
@@ -166,10 +167,9 @@ def sample(
     if len(columns.sampling_rows):
         scores = logits[columns.sampling_rows]
         # Relative to the best score, so that the smallest temperatures overflow to -inf, not NaN.
-        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.drawn[:, :1]
-        if columns.is_filtering:
-            scores = keep_likely(scores, columns)
-        logits[columns.sampling_rows] = scores
+        temperature = columns.drawn[:, DRAWING.index("temperature"), None]
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / temperature
+        logits[columns.sampling_rows] = scores = keep_likely(scores, columns)
         token_ids = best.clone()
         positions = torch.from_numpy(history.lens[columns.sampling_rows.cpu().numpy()])
         token_ids[columns.sampling_rows] = _draw(scores, uniform(columns.seeds, positions))
@@ -220,10 +220,11 @@ def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -
     scores = logits[rows]
     occurs = torch.zeros_like(scores).scatter_add_(1, token_ids, is_known) > 0
     counts = torch.zeros_like(scores).scatter_add_(1, token_ids, is_output)
-    repetition, frequency, presence = torch.split(columns.penalties, 1, dim=1)
+    penalties = dict(zip(PENALTIES, torch.split(columns.penalties, 1, dim=1), strict=True))
+    repetition, frequency = penalties["repetition_penalty"], penalties["frequency_penalty"]
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(occurs, repeated, scores)
-    scores -= frequency * counts + presence * (counts > 0)
+    scores -= frequency * counts + penalties["presence_penalty"] * (counts > 0)
     logits[rows] = scores
 
 

@@ -1,21 +1,35 @@
 """The sampling parameters of all rows, and the columns of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from text_generation_process.sampling import Sampling
+from text_generation_process.sampling import DRAWING, NUMBERS, PENALTIES, Sampling
 from torch import Tensor
 
-from text_generation_shard.arrays import Flags, Floats, Ints, Upload
+from text_generation_shard.arrays import Array, Flags, Floats, Ints, Upload
 
-# A smaller temperature could become 0 in float32.
-_MIN_TEMPERATURE = 1e-30
-# The same for a penalty, whose reciprocal must be finite, too.
-_LEAST_PENALTY, _MOST_PENALTY = 1e-30, 1e30
-# float32 holds integers up to here exactly; no vocabulary is larger.
-_LARGEST_TOP_K = 1 << 24
+SAMPLING_ROW = np.dtype(
+    [
+        *((name, np.float32) for name in NUMBERS),
+        # uint64 seeds as the int64 of the same bits.
+        ("seed", np.int64),
+        ("is_sampling", np.bool_),
+        ("is_penalising", np.bool_),
+    ],
+    align=True,
+)
+"""What kernels read of a row: the numbers of `Sampling`, of min_p its logarithm."""
+
+# A smaller temperature or penalty could become 0 in float32, and the reciprocal of a larger penalty
+# infinite. float32 holds integers up to 2^24 exactly; no vocabulary is larger.
+_COLUMNS: dict[str, Callable[[float], float]] = {
+    "temperature": lambda value: max(value, 1e-30),
+    "top_k": lambda value: min(value, 1 << 24),
+    "min_p": lambda value: math.log(value) if value > 0 else -math.inf,
+    "repetition_penalty": lambda value: min(max(value, 1e-30), 1e30),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +44,11 @@ class Watermark:
 class SamplingColumns:
     """The parameters of the choices of a step, on a device."""
 
-    # [n] the choices that are drawn.
+    # [n] the choices that are drawn, and their numbers [n, DRAWING] float32 and seeds [n] int64.
     sampling_rows: Tensor
-    # [n, 5] float32: temperature, top_k, top_p, typical_p and the logarithm of min_p.
     drawn: Tensor
-    # [n] uint64 seeds as int64 of the same bits.
     seeds: Tensor
-    # Whether a drawn choice filters tokens, and whether one uses typical_p.
-    is_filtering: bool
-    is_typical: bool
-    # [m] the penalised choices, on the host; [m, 3] float32: their repetition, frequency and
-    # presence penalties.
+    # [m] the penalised choices, on the host, and their numbers [m, PENALTIES] float32.
     penalised_rows: Ints
     penalties: Tensor
 
@@ -58,12 +66,7 @@ class SamplingTable:
     """Owns the sampling parameters of every row, on the host."""
 
     def __init__(self, capacity: int) -> None:
-        # temperature, top_k, top_p, typical_p, log of min_p; repetition, frequency and presence
-        # penalty.
-        self.values: Floats = np.zeros((capacity, 8), dtype=np.float32)
-        self.seeds: Ints = np.zeros(capacity, dtype=np.int64)
-        # is_sampling, is_filtering, whether typical_p is on, is_penalising.
-        self.flags: Flags = np.zeros((capacity, 4), dtype=np.bool_)
+        self.rows: Array = np.zeros(capacity, dtype=SAMPLING_ROW)
         self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
         self._watermarked: set[int] = set()
         # By row, if it has any: tokens that end its text beside the model's end tokens.
@@ -75,24 +78,9 @@ class SamplingTable:
     def set(self, row: int, params: Sampling, stop_token_ids: Sequence[int] = ()) -> None:
         """Set the parameters and stop tokens of a row."""
         self._last = self._last_biases = None
-        self.values[row] = (
-            max(params.temperature, _MIN_TEMPERATURE),
-            min(params.top_k, _LARGEST_TOP_K),
-            params.top_p,
-            params.typical_p,
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            min(max(params.repetition_penalty, _LEAST_PENALTY), _MOST_PENALTY),
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
-        # uint64 seeds as the int64 of the same bits.
-        self.seeds[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
-        self.flags[row] = (
-            params.is_sampling,
-            params.is_filtering,
-            params.typical_p < 1.0,
-            params.is_penalising,
-        )
+        numbers = [_COLUMNS.get(name, float)(getattr(params, name)) for name in NUMBERS]
+        seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+        self.rows[row] = (*numbers, seed, params.is_sampling, params.is_penalising)
         self._biases.pop(row, None)
         if params.logit_bias:
             self._biases[row] = params.logit_bias
@@ -113,25 +101,23 @@ class SamplingTable:
         return self._last[1]
 
     def _gather(self, rows: Ints, upload: Upload) -> SamplingColumns:
-        flags = self.flags[rows]
-        sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
-        drawn, penalties = self.values[rows[sampling], :5], self.values[rows[penalised], 5:]
+        own = self.rows[rows]
+        sampling, penalised = own["is_sampling"].nonzero()[0], own["is_penalising"].nonzero()[0]
+        drawn, penalties = _numbers(own[sampling], DRAWING), _numbers(own[penalised], PENALTIES)
         places, drawn_there, seeds, penalties_there = upload(
-            [sampling, drawn, self.seeds[rows[sampling]], penalties]
+            [sampling, drawn, own["seed"][sampling], penalties]
         )
         return SamplingColumns(
             sampling_rows=places,
             drawn=drawn_there,
             seeds=seeds,
-            is_filtering=bool(flags[:, 1].any()),
-            is_typical=bool(flags[:, 2].any()),
             penalised_rows=penalised,
             penalties=penalties_there,
         )
 
     def depends_on_tokens(self, rows: Ints) -> bool:
         """Whether the choice of one of these rows depends on its earlier tokens."""
-        return bool(self.flags[rows, 3].any()) or bool(self.watermarked(rows))
+        return bool(self.rows["is_penalising"][rows].any()) or bool(self.watermarked(rows))
 
     def watermarked(self, rows: Ints) -> Sequence[int]:
         """The watermarked choices of a step."""
@@ -174,3 +160,7 @@ class SamplingTable:
 _NO_BIASES = Biases(
     np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
 )
+
+
+def _numbers(rows: Array, names: Sequence[str]) -> Floats:
+    return np.stack([rows[name] for name in names], axis=1)

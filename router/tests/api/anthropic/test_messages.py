@@ -286,9 +286,10 @@ def test_messages() -> None:
 
 def test_parameters() -> None:
     asked = conversation(temperature=0, top_k=3, stop_sequences=["x"]).parameters
-    assert (asked.do_sample, asked.top_k, asked.stop) == (False, None, ("x",))
+    assert (asked.sampling, asked.stop) == ({"do_sample": False}, ("x",))
     asked = conversation(temperature=0.5, top_p=0.9, top_k=3).parameters
-    assert (asked.do_sample, asked.temperature, asked.top_k) == (True, 0.5, 3)
+    drawn = {"do_sample": True, "temperature": 0.5, "top_p": pytest.approx(0.9), "top_k": 3}
+    assert asked.sampling == drawn
     schema = {"format": {"type": "json_schema", "schema": {"type": "string"}}}
     same = schema["format"]
     for form in (

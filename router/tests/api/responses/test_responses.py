@@ -215,10 +215,10 @@ def test_an_answer_is_a_new_turn_behind_an_assistant_too() -> None:
 
 def test_parameters() -> None:
     asked = conversation(temperature=0, top_p=0.5, max_output_tokens=7).parameters
-    assert (asked.do_sample, asked.temperature, asked.top_p) == (False, None, None)
+    assert asked.sampling == {"do_sample": False}
     assert asked.max_new_tokens == 7 and asked.top_n_tokens is None
     asked = conversation(top_p=1).parameters
-    assert (asked.do_sample, asked.temperature, asked.top_p) == (True, None, None)
+    assert asked.sampling == {"do_sample": True}
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "string"}}
     grammar = conversation(text={"format": schema}).parameters.grammar
     assert grammar == Grammar("json_schema", '{"type":"string"}')

@@ -38,7 +38,7 @@ def test_every_field_is_a_parameter_of_the_same_value() -> None:
     }
     assert given.keys() | OTHERS.keys() == GenerateParametersBody.model_fields.keys()
     asked = parse(orjson.dumps({**given, **OTHERS, "surprise": [1]}).decode())
-    assert asked == GenerateParameters(
+    assert asked == GenerateParameters.of(
         inputs="x",
         **given,
         stop=("a", ""),
@@ -75,8 +75,9 @@ def test_wrong_types(parameters: str) -> None:
 
 
 def test_floats_are_32_bit() -> None:
-    assert parse('{"temperature": 0.1}').temperature == struct.unpack("<f", b"\xcd\xcc\xcc=")[0]
-    assert parse('{"temperature": 1e-320}').temperature == 0.0
+    (temperature,) = struct.unpack("<f", b"\xcd\xcc\xcc=")
+    assert parse('{"temperature": 0.1}').sampling["temperature"] == temperature
+    assert parse('{"temperature": 1e-320}').sampling["temperature"] == 0.0
 
 
 @pytest.mark.parametrize("stream", ["null", "1", '"true"'])

@@ -86,7 +86,7 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
     form = body.text_format
     return GenerateParameters(
         inputs="",
-        **drawing(body.temperature, body.top_p, body.top_k),
+        sampling=drawing(body),
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         most_stop_sequences=_MOST_STOPS,

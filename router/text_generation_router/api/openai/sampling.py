@@ -17,11 +17,7 @@ from text_generation_router.api.fields import (
     ANY_OBJECT,
     DETERMINISTIC,
     IGNORED,
-    REPETITION_PENALTY,
     STREAM,
-    TEMPERATURE,
-    TOP_P,
-    TYPICAL_P,
     Hint,
     JsonSchema,
     grammar_of,
@@ -31,22 +27,17 @@ from text_generation_router.fields import (
     NOT_SUPPORTED,
     Body,
     CacheSalt,
-    Fraction,
     Items,
     LogitBias,
     NumSequences,
-    Penalty,
-    Positive,
     Refused,
     Seed,
     Stop,
-    Temperature,
-    TopK,
-    TypicalP,
     Uint32,
     optional,
     parameters_of,
     refuses,
+    with_numbers,
 )
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
@@ -149,14 +140,13 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = optional("Send the usage so far in each chunk.")
 
 
+@with_numbers
 class SamplingBody(Body):
     """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
 
     model: str | None = optional("The served model, or `tgi`.", examples=["tgi"])
-    frequency_penalty: Penalty | None = optional(
-        "Makes a token less likely the more often it was generated."
-    )
-    presence_penalty: Penalty | None = optional("Makes each token that was generated less likely.")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     logit_bias: LogitBias | None = optional(
         "Token id, and what is added to its logit: -100 to 100."
     )
@@ -165,13 +155,11 @@ class SamplingBody(Body):
     stop: Stop | None = optional("The text ends before any of these.", examples=[["\n"]])
     stream: bool | None = optional(STREAM)
     stream_options: StreamOptions | None = optional("Only for a stream.")
-    temperature: Temperature | None = optional(TEMPERATURE)
-    top_p: Fraction | None = optional(TOP_P)
-    repetition_penalty: Positive | None = optional(REPETITION_PENALTY)
-    top_k: TopK | None = optional(
-        "Draw only from this many of the likeliest tokens. 0 or -1: from all."
-    )
-    typical_p: TypicalP | None = optional(TYPICAL_P)
+    temperature: float | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    typical_p: float | None = None
     deterministic: bool | None = optional(DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
@@ -194,7 +182,6 @@ class SamplingBody(Body):
 class VllmBody(SamplingBody):
     """Those and vLLM's fields of both bodies."""
 
-    min_p: Fraction | None = None
     min_tokens: Uint32 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Items[Uint32] | None = None

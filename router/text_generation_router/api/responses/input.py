@@ -53,9 +53,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
         add_generation_prompt=True,
         parameters=GenerateParameters(
             inputs="",
-            **drawing(body.temperature, body.top_p),
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
+            sampling=drawing(body),
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
             most_top_n_tokens=MOST_TOP_LOGPROBS,

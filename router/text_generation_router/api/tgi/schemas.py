@@ -4,46 +4,37 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from text_generation_router.api.fields import (
     DETERMINISTIC,
-    REPETITION_PENALTY,
     STREAM,
-    TOP_P,
-    TYPICAL_P,
     GrammarBody,
     grammar_of,
 )
 from text_generation_router.fields import (
     Body,
     CacheSalt,
-    Float32,
-    Int32,
     Items,
     LogitBias,
     Uint32,
     Uint64,
+    biases_of,
     optional,
+    with_numbers_of_tgi,
 )
 from text_generation_router.validation import GenerateParameters
 
 
+@with_numbers_of_tgi
 class GenerateParametersBody(Body):
     """How to generate. The fields after `adapter_id` are not in TGI."""
 
     best_of: Uint64 | None = optional(
         "Generate this many texts, and return the one whose tokens are the likeliest.", examples=[1]
     )
-    temperature: Float32 | None = optional(
-        "Above 1 the choice of tokens is more random, below 1 less. Must be above 0.",
-        examples=[0.5],
-    )
-    repetition_penalty: Float32 | None = optional(REPETITION_PENALTY, examples=[1.03])
-    frequency_penalty: Float32 | None = optional(
-        "Makes a token less likely the more often it was generated. -2.0 to 2.0.", examples=[0.1]
-    )
-    top_k: Int32 | None = optional(
-        "Draw only from this many of the likeliest tokens.", examples=[10]
-    )
-    top_p: Float32 | None = optional(TOP_P, examples=[0.95])
-    typical_p: Float32 | None = optional(TYPICAL_P, examples=[0.95])
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
     do_sample: bool = optional(
         "Draw tokens at random, instead of the likeliest one. True if `parameters` is left out.",
         default=False,
@@ -74,9 +65,7 @@ class GenerateParametersBody(Body):
     )
     grammar: GrammarBody | None = optional("The form that the generated text must have.")
     adapter_id: str | None = optional("Not supported.")
-    presence_penalty: Float32 | None = optional(
-        "Makes each token that was generated less likely. -2.0 to 2.0.", examples=[0.1]
-    )
+    presence_penalty: float | None = None
     logit_bias: LogitBias | None = optional(
         "Token id, and what is added to its logit: -100 to 100."
     )
@@ -107,10 +96,8 @@ class GenerateRequest(Body):
             given["return_full_text"] = return_full_text
         given["stop"] = tuple(self.parameters.stop)
         given["grammar"] = grammar_of(self.parameters.grammar)
-        given["logit_bias"] = tuple(
-            (int(key), bias) for key, bias in (self.parameters.logit_bias or {}).items()
-        )
-        return GenerateParameters(inputs=self.inputs, **given)
+        given["logit_bias"] = biases_of(self.parameters.logit_bias)
+        return GenerateParameters.of(inputs=self.inputs, **given)
 
 
 class CompatGenerateRequest(GenerateRequest):

@@ -21,7 +21,6 @@ IntRows = Annotated[Any, int64[:, ::1]]
 ShortRows = Annotated[Any, int32[:, ::1]]
 Reals = Annotated[Any, float32[::1]]
 RealRows = Annotated[Any, float32[:, ::1]]
-FlagRows = Annotated[Any, boolean[:, ::1]]
 
 
 def struct_type(struct: type, **others: Any) -> Any:

@@ -4,13 +4,12 @@ Like `sampling.sample` in torch, but row by row and without sorting the vocabula
 independent of each other.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32, int64, njit, prange, types
+from numba import float32, from_dtype, int64, njit, prange, types
 
 from text_generation_shard.device.cpu.kernels import (
-    FlagRows,
     Ints,
     RealRows,
     Reals,
@@ -37,6 +36,7 @@ from text_generation_shard.device.cpu.kernels.vector_code import (
     polynomial,
     sum_of_lanes,
 )
+from text_generation_shard.sampling.table import SAMPLING_ROW
 
 BLOCK: Final = 128
 """Neighbouring scores that are processed together."""
@@ -64,6 +64,9 @@ _SERIES: Final = (
 _NOTHING: Final = np.float32(-np.inf)
 
 
+SamplingRows = Annotated[Any, from_dtype(SAMPLING_ROW)[::1]]
+
+
 class Choices(NamedTuple):
     """S rows of scores, the sampling parameters, and the chosen tokens."""
 
@@ -78,9 +81,7 @@ class Choices(NamedTuple):
     prompt_lens: Ints
     min_new_tokens: Ints
     # See SamplingTable.
-    flags: FlagRows
-    values: RealRows
-    seeds: Ints
+    sampling: SamplingRows
     # [b]: `biases` are added to the scores of tokens `bias_ids` in rows `biased`.
     biased: Ints
     bias_ids: Ints
@@ -125,11 +126,11 @@ def choose_many(code: int, choices: Choices) -> None:
 def choose_one(choices: Choices, index: int) -> None:
     """`choose` for one row of scores."""
     own, row, known = choices.scores[index], choices.rows[index], choices.lens[index]
-    values, prompt_len = choices.values[row], choices.prompt_lens[row]
+    params, prompt_len = choices.sampling[row], choices.prompt_lens[row]
     if choices.mask_of[index] >= 0:
         _keep_allowed(own, choices.masks[choices.mask_of[index]])
-    if choices.flags[row, 3]:
-        _penalise(own, choices.token_ids[row, :known], prompt_len, values)
+    if params.is_penalising:
+        _penalise(own, choices.token_ids[row, :known], prompt_len, params)
     for bias in range(len(choices.biased)):
         if choices.biased[bias] == index:
             own[choices.bias_ids[bias]] += choices.biases[bias]
@@ -142,9 +143,9 @@ def choose_one(choices: Choices, index: int) -> None:
     if not _NOTHING < highest < np.float32(np.inf):
         # No token has a finite score, or a score is invalid.
         mass = np.nan
-    elif choices.flags[row, 0]:
-        _scale(own, highest, values[0])
-        token, mass = _drawn(own, values, uniform(choices.seeds[row], known))
+    elif params.is_sampling:
+        _scale(own, highest, params.temperature)
+        token, mass = _drawn(own, params, uniform(params.seed, known))
         highest = np.float32(0.0)
     else:
         mass = _mass(own, highest)
@@ -165,10 +166,11 @@ def _keep_allowed(scores: Any, mask: Any) -> None:
 
 
 @njit(**INTERNAL)
-def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
+def _penalise(scores: Any, known: Any, prompt_len: int, params: Any) -> None:
     """Apply penalties to the scores of known tokens; frequency and presence count only the
     output."""
-    repetition, frequency, presence = values[5], values[6], values[7]
+    repetition = params.repetition_penalty
+    frequency, presence = params.frequency_penalty, params.presence_penalty
     # -1: only in the prompt.
     counts = np.empty(len(scores), np.int32)
     for index in range(len(scores)):
@@ -191,15 +193,15 @@ def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
 
 
 @njit(**INTERNAL)
-def _drawn(scores: Any, values: Any, number: float) -> Any:
+def _drawn(scores: Any, params: Any, number: float) -> Any:
     """Draw a token from scores of at most 0; returns it and the total weight of all candidates.
     Filters by min_p, top_k, top_p and typical_p, in this order; filtered scores become -inf."""
     num_blocks = -(-len(scores) // BLOCK)
     weights, sums = np.empty(num_blocks * BLOCK, np.float32), np.empty(num_blocks, np.float64)
     _weigh_all(scores, weights, sums)
-    top_k, top_p, typical_p, log_min_p = values[1], values[2], values[3], values[4]
-    if log_min_p > _NOTHING:
-        _cut(scores, weights, sums, scores, log_min_p, len(scores))
+    top_k, top_p, typical_p = params.top_k, params.top_p, params.typical_p
+    if params.min_p > _NOTHING:
+        _cut(scores, weights, sums, scores, params.min_p, len(scores))
     if 0 < top_k < len(scores):
         ones = np.empty(len(scores), np.float32)
         for index in range(len(scores)):

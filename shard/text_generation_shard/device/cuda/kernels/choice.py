@@ -6,6 +6,7 @@ Sums of weights are float32 within a tile and float64 over tiles, in a fixed ord
 
 import triton
 import triton.language as tl
+from text_generation_process.sampling import DRAWING
 
 # A search first considers only scores at most this far below the best one; this is almost always
 # enough.
@@ -13,6 +14,13 @@ _DEPTH: tl.constexpr = tl.constexpr(8.0)
 # The bits of the largest finite float32; limits per turn of a search.
 _LARGEST: tl.constexpr = tl.constexpr(0x7F7FFFFF)
 _LIMITS: tl.constexpr = tl.constexpr(8)
+# Places of the numbers of a drawn choice.
+_NUM_VALUES: tl.constexpr = tl.constexpr(len(DRAWING))
+_TEMPERATURE: tl.constexpr = tl.constexpr(DRAWING.index("temperature"))
+_TOP_P: tl.constexpr = tl.constexpr(DRAWING.index("top_p"))
+_TYPICAL_P: tl.constexpr = tl.constexpr(DRAWING.index("typical_p"))
+_MIN_P: tl.constexpr = tl.constexpr(DRAWING.index("min_p"))
+_TOP_K: tl.constexpr = tl.constexpr(DRAWING.index("top_k"))
 
 
 @triton.jit
@@ -89,18 +97,18 @@ def draw(
     position [num_rows]. Scores become (score - best) / temperature, -inf for tokens that can not be
     drawn.
 
-    values [d, 5] float32: temperature, top_k, top_p, typical_p, log of min_p; out: see `take_best`;
-    indices [d, CAPACITY] int32 is written. Tiles have TILE scores, in a search FEW.
+    values [d, DRAWING] float32: see SamplingColumns; out: see `take_best`; indices [d, CAPACITY]
+    int32 is written. Tiles have TILE scores, in a search FEW.
     """
     drawn = tl.program_id(0)
     place = tl.load(places_ptr + drawn)
     scores_ptr += place.to(tl.int64) * vocab
     indices_ptr += drawn.to(tl.int64) * CAPACITY
     best = tl.load(out_ptr + 2 * num_rows + place).to(tl.float32)
-    values_ptr += 5 * drawn
-    temperature, top_k = tl.load(values_ptr), tl.load(values_ptr + 1)
-    top_p, typical_p = tl.load(values_ptr + 2), tl.load(values_ptr + 3)
-    log_min_p = tl.load(values_ptr + 4)
+    values_ptr += _NUM_VALUES * drawn
+    temperature, top_k = tl.load(values_ptr + _TEMPERATURE), tl.load(values_ptr + _TOP_K)
+    top_p, typical_p = tl.load(values_ptr + _TOP_P), tl.load(values_ptr + _TYPICAL_P)
+    log_min_p = tl.load(values_ptr + _MIN_P)
     is_cut = (top_k > 0) & (top_k < vocab)
     is_filtered = is_cut | (top_p < 1.0)
     total, near, count = _temper(
