@@ -16,10 +16,9 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from text_generation_router.api import models
-from text_generation_router.api.anthropic import errors as anthropic_errors
 from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
-from text_generation_router.api.errors import respond_as_openai, respond_as_tgi
+from text_generation_router.api.errors import respond
 from text_generation_router.api.keys import docs_behind_key
 from text_generation_router.api.openai import chat, completions, embeddings, rerank
 from text_generation_router.api.platforms import clouds, kserve
@@ -59,15 +58,6 @@ ROUTERS = (
     clouds.router,
 )
 
-# The first prefix that matches the path decides; all other paths use TGI's form.
-ERROR_FORMS = (
-    (anthropic_errors.PATH, anthropic_errors.respond),
-    (anthropic_errors.MODELS_PATH, anthropic_errors.respond_about_models),
-    ("/v1/", respond_as_openai),
-    ("/v2/rerank", respond_as_tgi),
-    ("/v2/", kserve.respond),
-)
-
 
 def create_app(
     config: RouterConfig, services: Services | None = None, keys: Keys | None = None
@@ -102,7 +92,7 @@ def create_app(
     complete_openapi(app, app.state.routers, keys.are_asked_for)
     _add_error_handlers(app, config)
     if keys.are_asked_for and not config.public_docs:
-        app.add_middleware(docs_behind_key, refuse=partial(_respond, config=config))
+        app.add_middleware(docs_behind_key, refuse=partial(respond, config=config))
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
@@ -122,7 +112,7 @@ async def _to_docs() -> RedirectResponse:
 
 def create_refusal(config: RouterConfig) -> ASGIApp:
     """Answers all requests with 503, in the error form of the path's API, during shutdown."""
-    return _answering(lambda request: _respond(request, ShuttingDownError(), config))
+    return _answering(lambda request: respond(request, ShuttingDownError(), config))
 
 
 def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
@@ -130,14 +120,14 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
     requests with 503, in the error form of the path's API."""
     health_paths = {"/", "/ping", "/health", config.aip_health_route}
 
-    def respond(request: Request) -> Response:
+    def answer(request: Request) -> Response:
         path = request.scope["path"]
         if path in PROBES and request.method in ("GET", "HEAD"):
             return info.probe_answer(state, path == "/livez")
         error = UnhealthyError() if path in health_paths else StartingError(state.phase)
-        return _respond(request, error, config)
+        return respond(request, error, config)
 
-    return _answering(respond)
+    return _answering(answer)
 
 
 def _answering(respond: Callable[[Request], Response]) -> ASGIApp:
@@ -172,7 +162,7 @@ def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, StarletteHTTPException) and error.status_code == 405:
             error.headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
-        response = _respond(request, error, config)
+        response = respond(request, error, config)
         if (trace := request.scope.get(TRACE)) is not None and isinstance(error, RouterError):
             trace.fail(error.error_type)
         _forget_frames(error)
@@ -188,15 +178,6 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _respond(request: Request, error: Exception, config: RouterConfig) -> Response:
-    """The error in the form of the path's API."""
-    path = request.url.path
-    forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
-    respond = next(forms, respond_as_tgi)
-    # Vertex's path may be below /v1/.
-    return (respond_as_tgi if path == config.aip_predict_route else respond)(request, error)
 
 
 def _allowed_methods(request: Request) -> set[str]:

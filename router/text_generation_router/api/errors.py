@@ -1,4 +1,4 @@
-"""The errors of every route: in the words of OpenAI, and as TGI and OpenAI write them.
+"""The errors of every route as TGI, OpenAI, Anthropic and KServe write them, and of every stream.
 
 A wrong request of a /v1 route is 400, as at OpenAI, independent of the layer that found it, so that
 clients raise their typed exceptions. TGI's 422 and 424 do not leave these routes.
@@ -15,15 +15,20 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from text_generation_router.api.body import BodyError, complaint_of, shape_error, short
+from text_generation_router.api.sse import DONE, event, named_events
+from text_generation_router.config import RouterConfig
 from text_generation_router.errors import (
     BadRequestError,
     ContextLengthError,
     GrammarError,
     GrammarFailedError,
+    IncompleteGenerationError,
     RouterError,
     ValidationError,
 )
+from text_generation_router.request_id import current
 
+Json = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]
 """What a route may answer, for the documentation."""
 
@@ -153,35 +158,137 @@ TGI_ERRORS = UNAUTHORIZED | {
 }
 
 
-def respond_as_tgi(request: Request, error: Exception) -> Response:
-    """A JSON body for every error but 401, 404 and 405 of the framework, which are empty."""
-    if isinstance(error, HTTPException) and not isinstance(error, BodyError):
-        return Response(status_code=error.status_code, headers=error.headers)
-    kind = "validation"
-    if isinstance(error, RouterError):
-        status, sentence, kind = error.status_code, error.message, error.error_type
-    elif isinstance(error, RequestValidationError):
-        status, sentence = 422, shape_error(error.errors())
-    elif isinstance(error, BodyError):
-        status, sentence = error.status_code, error.detail
+OPEN_INFERENCE = "text_generation_router.open_inference"
+"""In the scope of a KServe request that TGI would refuse: its errors have the protocol's form."""
+BLOCK_TYPE = "block_type"
+"""The type of pydantic's error for a block of Anthropic's that can not be read."""
+_ANTHROPICS = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def respond(request: Request, error: Exception, config: RouterConfig) -> Response:
+    """The answer to a request that failed, in the form of the path's API; `error` is anything a
+    route or the framework raised. In TGI's form 401, 404 and 405 of the framework have no body."""
+    path = request.url.path
+    if _is_tgis(request, config.aip_predict_route):
+        if isinstance(error, HTTPException) and not isinstance(error, BodyError):
+            return Response(status_code=error.status_code, headers=error.headers)
+        status, sentence, kind = _describe_as_tgi(error)
+        body: Json = {"error": sentence, "error_type": kind}
+    elif is_anthropics(request):
+        names = path if isinstance(error, HTTPException) else _ANTHROPICS
+        status, body = _as_anthropic(error, names, request.method)
     else:
-        status, sentence, kind = 500, BUG, "internal"
-    return error_answer({"error": sentence, "error_type": kind}, status, error)
-
-
-def respond_as_openai(request: Request, error: Exception) -> Response:
-    """The answer to a request that failed; `error` is anything a route or the framework raised."""
-    status, detail = describe(error, request.url.path, request.method)
-    return error_answer({"error": detail}, status, error)
-
-
-def error_answer(body: dict[str, Any], status: int, error: Exception) -> Response:
-    """The body with the headers of the error."""
+        status, detail = describe(error, path, request.method)
+        body = {"error": detail["message"] if path.startswith("/v2/") else detail}
     headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     return JSONResponse(body, status, headers)
 
 
-def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, dict[str, Any]]:
+def _is_tgis(request: Request, vertex_path: str | None) -> bool:
+    """Whether the errors of the path have TGI's form: wherever no other API is."""
+    path = request.url.path
+    # Vertex's path may be below /v1/.
+    if path == vertex_path or not path.startswith(("/v1/", "/v2/")):
+        return True
+    is_kserves = "/versions/" in path or path.startswith("/v2/health/")
+    is_open = path.startswith("/v1/") or OPEN_INFERENCE in request.scope
+    return path.startswith("/v2/rerank") or (is_kserves and not is_open)
+
+
+def is_anthropics(request: Request) -> bool:
+    """Whether the request is for one of Anthropic's routes, or for the models by a client of
+    Anthropic's, which is known by its header."""
+    path = request.url.path
+    is_ours = path.startswith("/v1/models") and "anthropic-version" in request.headers
+    return is_ours or path.startswith(_ANTHROPICS)
+
+
+def end_as_tgi(error: Exception) -> bytes:
+    """The last event of a failed stream."""
+    if isinstance(error, IncompleteGenerationError):
+        kind = "incomplete_generation_stream"
+        return event({"error": "Incomplete generation stream", "error_type": kind})
+    _, sentence, kind = _describe_as_tgi(error)
+    return event({"error": sentence, "error_type": kind})
+
+
+def end_as_openai(path: str, error: Exception) -> bytes:
+    """The same in the words of the route at `path`."""
+    _, detail = describe(error, path)
+    return event({"error": detail}) + DONE
+
+
+def end_as_anthropic(error: Exception) -> bytes:
+    """The same in Anthropic's form."""
+    _, body = _as_anthropic(error)
+    return named_events([body])
+
+
+def _describe_as_tgi(error: Exception) -> tuple[int, str, str]:
+    """The status, the sentence and the kind."""
+    match error:
+        case RouterError():
+            return error.status_code, error.message, error.error_type
+        case RequestValidationError():
+            return 422, shape_error(error.errors()), "validation"
+        case BodyError():
+            return error.status_code, error.detail, "validation"
+        case _:
+            return 500, BUG, "internal"
+
+
+def _as_anthropic(
+    error: Exception, path: str = _ANTHROPICS, method: str = "POST"
+) -> tuple[int, Json]:
+    """The status and the body as Anthropic writes them, so that clients raise theirs."""
+    status, detail = describe(error, path, method)
+    message = detail["message"]
+    if isinstance(error, ContextLengthError):
+        status, message = 400, _anthropic_context_complaint(error)
+    elif isinstance(error, RequestValidationError):
+        message = _anthropic_shape_complaint(error)
+    other = "api_error" if status >= 500 else "invalid_request_error"
+    request = current()
+    return status, {
+        "type": "error",
+        "error": {"type": _ANTHROPIC_KINDS.get(status, other), "message": message},
+        "request_id": None if request is None else request.request_id,
+    }
+
+
+def _anthropic_context_complaint(error: ContextLengthError) -> str:
+    """Clients read the numbers: at the first sentence they shorten the conversation, at the second
+    they ask for fewer tokens."""
+    num, most = error.num_prompt_tokens, error.max_input_tokens
+    if num > most:
+        return f"prompt is too long: {num} tokens > {most} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num} + {error.max_new_tokens} > "
+        f"{error.max_total_tokens}, decrease input length or `max_tokens` and try again"
+    )
+
+
+def _anthropic_shape_complaint(error: RequestValidationError) -> str:
+    """By this form clients find the block that they must leave out: the path, with the types of
+    blocks in it, and what is wrong there."""
+    path, first = _furthest(error.errors(), error.body, has_types=True)
+    complaint = complaint_of(first)
+    block = first["input"]
+    if first["type"] == BLOCK_TYPE and isinstance(block, dict) and "type" in block:
+        path.append(str(block["type"]))
+        if block["type"] in ("image", "document"):
+            complaint = "this model reads text only"
+    return ": ".join(filter(None, (".".join(map(short, path)), complaint)))
+
+
+def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, Json]:
     """The status and the `error` object for a failure on the route at `path`."""
     param: str | None = None
     code: str | None = None
@@ -241,13 +348,13 @@ def _context_complaint(error: ContextLengthError, prompt: str) -> str:
 
 def shape_complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
     """The sentence and the dotted field for JSON of the wrong shape."""
-    path, first = furthest(errors, body)
+    path, first = _furthest(errors, body)
     param = ".".join(map(short, path)) or None
     complaint = complaint_of(first)
     return f"`{param}`: {complaint}" if param else complaint, param
 
 
-def furthest(errors: Sequence[Any], body: Any, has_types: bool = False) -> tuple[list[str], Any]:
+def _furthest(errors: Sequence[Any], body: Any, has_types: bool = False) -> tuple[list[str], Any]:
     """The path and the error of the form that fits furthest: where a field has several forms,
     pydantic reports each. `has_types`: the path names the types of objects, too."""
     located = [(_path_in(body, error, has_types), error) for error in errors]

@@ -8,13 +8,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import json_response
-from text_generation_router.api.errors import OPENAI_ERRORS, ModelNotFoundError
+from text_generation_router.api.errors import OPENAI_ERRORS, ModelNotFoundError, is_anthropics
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.services import Services
 
-# By this header Anthropic's clients are known.
-_HEADER = "anthropic-version"
 # Names that clients of TGI send by default ("dummy" is huggingface_hub's).
 _ANY_MODEL = frozenset({"", "tgi", "text-generation-inference", "dummy"})
 _ERRORS = {status: OPENAI_ERRORS[status] for status in (401, 404, "4XX")}
@@ -66,11 +64,6 @@ def _model(name: str, services: Services) -> dict[str, Any]:
         "owned_by": services.config.served_model_id,
         "max_model_len": services.limits.max_total_tokens,
     }
-
-
-def is_anthropics(request: Request) -> bool:
-    """Whether one of Anthropic's clients sends this request."""
-    return _HEADER in request.headers
 
 
 def _anthropic_model(name: str, services: Services) -> dict[str, Any]:

@@ -14,13 +14,15 @@ from starlette.types import Receive, Scope, Send
 from text_generation_process.json_file import without_line_ends
 
 from text_generation_router.edge.front import STREAM
-from text_generation_router.errors import IncompleteGenerationError, RouterError
+from text_generation_router.errors import RouterError
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15
 COMMENT = b":\n\n"
 """Keeps a silent stream alive: clients skip it."""
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
 
 
 LastEvent = Callable[[Exception], bytes]
@@ -145,18 +147,3 @@ def event(payload: Mapping[str, Any]) -> bytes:
 def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
     """Events with their `type` as the event's name, too, as in newer APIs."""
     return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
-
-
-_INCOMPLETE = {
-    "error": "Incomplete generation stream",
-    "error_type": "incomplete_generation_stream",
-}
-
-
-def error_event(error: Exception) -> bytes:
-    """The last event of a failed stream as TGI writes it."""
-    if not isinstance(error, RouterError):
-        error = RouterError("The server failed on this request; its log says why")
-    if isinstance(error, IncompleteGenerationError):
-        return event(_INCOMPLETE)
-    return event({"error": error.message, "error_type": error.error_type})

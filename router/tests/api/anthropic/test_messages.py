@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from text_generation_router.api import sse
-from text_generation_router.api.anthropic.errors import failed
 from text_generation_router.api.anthropic.messages import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from text_generation_router.api.errors import end_as_anthropic
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request import Grammar
 
@@ -207,7 +207,7 @@ def test_numbers_of_the_context_are_where_claude_code_reads_them(
         max_input_tokens=500,
         max_total_tokens=600,
     )
-    [told] = named_events(failed(error).decode())
+    [told] = named_events(end_as_anthropic(error).decode())
     assert told["error"] == {"type": "invalid_request_error", "message": sentence}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from text_generation_router.api.responses.input import conversation_of
-from text_generation_router.api.responses.output import InputReader
+from text_generation_router.api.responses.responses import InputReader
 from text_generation_router.api.responses.schemas import ResponsesRequest
 
 from router.tests.api.openai.test_chat import last_prompt

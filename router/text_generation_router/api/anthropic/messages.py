@@ -3,8 +3,8 @@ asks for, as a conversation, and its answer."""
 
 import asyncio
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -12,7 +12,6 @@ from fastapi import Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, make_id
-from text_generation_router.api.anthropic.errors import failed
 from text_generation_router.api.anthropic.schemas import (
     ContentBlock,
     CountTokensRequest,
@@ -28,15 +27,11 @@ from text_generation_router.api.anthropic.schemas import (
     ToolUseBlock,
     text_of,
 )
-from text_generation_router.api.errors import STATUSES
+from text_generation_router.api.chat_run import ChatRun, Json
+from text_generation_router.api.errors import STATUSES, end_as_anthropic
 from text_generation_router.api.fields import schema_grammar, warning
 from text_generation_router.api.models import check_model
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    open_stream,
-    post_router,
-)
+from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.sse import named_events
 from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
 from text_generation_router.chat.format import ToolSpec
@@ -53,8 +48,6 @@ from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
-
-Json = dict[str, Any]
 
 # Anthropic documents no limit; each stop sequence costs time at every token.
 _MOST_STOPS = 128
@@ -230,14 +223,15 @@ _STOP_REASONS = {
 }
 
 
-class MessageRun:
-    """Answers one request, whole or as events."""
+class MessageRun(ChatRun):
+    """Answers one request."""
 
     def __init__(self, body: MessagesRequest, services: Services) -> None:
-        self._services = services
-        self._conversation = conversation_of(body)
-        self._is_stream = bool(body.stream)
-        self._message: Json = {
+        super().__init__(conversation_of(body), body.stream, services)
+        self._writer = ContentWriter()
+        # A ping follows the first events.
+        self._after = _PING
+        self.answer = {
             "id": make_id("msg"),
             "type": "message",
             "role": "assistant",
@@ -247,62 +241,45 @@ class MessageRun:
             "stop_sequence": None,
         }
 
-    async def whole(self) -> Json:
-        """The message. Raises RouterError."""
-        async for _ in self._events():
-            continue
-        return self._message
+    async def begin(self, entry: Entry) -> list[Json]:
+        """message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(sse.KEEP_ALIVE_S):
+                await entry.ready()
+        return [{"type": "message_start", "message": {**self.answer, "usage": _usage(entry, 0)}}]
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """The events in chunks; a ping follows the first. Raises RouterError."""
-        after = _PING
-        async with aclosing(self._events()) as batches:
-            async for batch in batches:
-                yield named_events(batch) + after
-                after = b""
+    def feed(self, step: ChatStep) -> Iterator[Json]:
+        """The events of the next step."""
+        for event in step.events:
+            yield from self._writer.feed(event)
 
-    async def _events(self) -> AsyncGenerator[list[Json]]:
-        """The events, those together that are ready together. Raises RouterError.
-
-        message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it. The
-        usage in message_delta is final.
-        """
-        writer = ContentWriter()
-        services = self._services
-        started = services.chat.start(self._conversation, services.options)
-        async with started as (generation,):
-            if not self._is_stream:
-                generation.entry.is_shown = False
-            first = asyncio.ensure_future(anext(generation))
-            try:
-                await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
-                if first.done():
-                    first.result()
-                message = {**self._message, "usage": _usage(generation.entry, 0)}
-                yield [{"type": "message_start", "message": message}]
-                if new := _blocks(writer, await first):
-                    yield new
-            finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            async for steps in generation:
-                if new := _blocks(writer, steps):
-                    yield new
-        ending = generation.entry.ending
-        assert ending is not None
-        usage = _usage(generation.entry, ending.generated.generated_tokens)
-        delta = _stop(generation)
-        last = list(writer.finish())
-        self._message |= {"content": writer.blocks, **delta, "usage": usage}
-        yield [
+    def end(self, generation: ChatGeneration) -> list[Json]:
+        """Why the message ended: `tool_use` if the model ended it after a call. Its usage is
+        final."""
+        entry = generation.entry
+        assert entry.ending is not None
+        generated = entry.ending.generated
+        reason = _STOP_REASONS[generated.finish_reason]
+        if generation.has_tool_calls and reason == "end_turn":
+            reason = "tool_use"
+        delta = {"stop_reason": reason, "stop_sequence": generated.stop_sequence}
+        usage = _usage(entry, generated.generated_tokens)
+        last = list(self._writer.finish())
+        self.answer |= {"content": self._writer.blocks, **delta, "usage": usage}
+        return [
             *last,
             {"type": "message_delta", "delta": delta, "usage": usage},
             {"type": "message_stop"},
         ]
 
+    def written(self, events: Sequence[Json]) -> bytes:
+        """The events for one write."""
+        after, self._after = self._after, b""
+        return named_events(events) + after
 
-def _blocks(writer: ContentWriter, steps: Sequence[ChatStep]) -> list[Json]:
-    return [made for step in steps for event in step.events for made in writer.feed(event)]
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that failed."""
+        return end_as_anthropic(error)
 
 
 def _usage(entry: Entry, output_tokens: int) -> Json:
@@ -315,19 +292,7 @@ def _usage(entry: Entry, output_tokens: int) -> Json:
     }
 
 
-def _stop(generation: ChatGeneration) -> Json:
-    """Why the message ended: `tool_use` if the model ended it after a call."""
-    ending = generation.entry.ending
-    assert ending is not None
-    generated = ending.generated
-    reason = _STOP_REASONS[generated.finish_reason]
-    if generation.has_tool_calls and reason == "end_turn":
-        reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": generated.stop_sequence}
-
-
 _PING = named_events([{"type": "ping"}])
-_EVENTS = events("The message, or with `stream` its events (message_start, …, message_stop).")
 
 router = post_router("Anthropic", STATUSES)
 
@@ -335,17 +300,14 @@ router = post_router("Anthropic", STATUSES)
 @router.post(
     "/v1/messages",
     summary="Create a message",
-    responses=_EVENTS,
+    responses=events("The message, or with `stream` its events (message_start, …, message_stop)."),
 )
 async def messages(body: MessagesRequest, services: ServicesDependency) -> Response:
     """Text, thinking and tool use, whole or as events."""
     services.metrics.request_count.inc()
     check_model(body.model, services)
-    run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type} | warning(body)
-    if body.stream:
-        return await open_stream(run.chunks(), headers, failed, keep_alive=_PING)
-    return json_response(await run.whole(), headers)
+    return await MessageRun(body, services).response(headers, keep_alive=_PING)
 
 
 @router.post(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
+from text_generation_router.api.errors import BLOCK_TYPE
 from text_generation_router.api.fields import DETERMINISTIC, IGNORED, Hint
 from text_generation_router.fields import (
     NOT_SUPPORTED,
@@ -102,9 +103,6 @@ def _kind(block: Any) -> str | None:
     kind = block.get("type")
     return kind if isinstance(kind, str) else None
 
-
-BLOCK_TYPE = "block_type"
-"""The type of the error for a block that can not be read."""
 
 _ResultBlock = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[DocumentBlock, Tag("document")],

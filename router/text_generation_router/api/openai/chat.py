@@ -17,7 +17,7 @@ from text_generation_router.api.answers import (
     timing_headers,
     token_answer,
 )
-from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
+from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS, end_as_openai
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
@@ -181,7 +181,7 @@ async def chat_completions(body: ChatRequest, services: ServicesDependency) -> R
             **warning(body),
         }
         chunks = _stream(body, conversation, services)
-        return await open_stream(chunks, headers, partial(stream.failed, PATH))
+        return await open_stream(chunks, headers, partial(end_as_openai, PATH))
     return await _answer(body, conversation, services)
 
 

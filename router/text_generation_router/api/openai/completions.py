@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import Response
 
 from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
+from text_generation_router.api.errors import OPENAI_ERRORS, RequestError, end_as_openai
 from text_generation_router.api.fields import warning
 from text_generation_router.api.logprobs import (
     ScoredToken,
@@ -68,7 +68,7 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
             **warning(body),
         }
         chunks = _stream(body, prompts, services)
-        return await open_stream(chunks, headers, partial(stream.failed, PATH))
+        return await open_stream(chunks, headers, partial(end_as_openai, PATH))
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0], body.num_sequences, field)
     work = (

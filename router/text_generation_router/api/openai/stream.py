@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-from text_generation_router.api.errors import RequestError, describe
+from text_generation_router.api.errors import RequestError
 from text_generation_router.api.logprobs import TokenTrail
 from text_generation_router.api.openai.sampling import SamplingBody, VllmBody
-from text_generation_router.api.sse import event
+from text_generation_router.api.sse import DONE, event
 from text_generation_router.config import VERSION
 from text_generation_router.request import (
     FinishReason,
@@ -26,8 +26,6 @@ from text_generation_router.validation import GenerateParameters
 
 Item = TypeVar("Item")
 Json = dict[str, Any]
-
-DONE = b"data: [DONE]\n\n"
 
 
 def envelope(prefix: str, kind: str, services: Services, request_id: str | None = None) -> Json:
@@ -146,12 +144,6 @@ def generated_tokens(generations: Iterable[Entry]) -> int:
     """Tokens of all generations, which have ended."""
     endings = [generation.ending for generation in generations]
     return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
-
-
-def failed(path: str, error: Exception) -> bytes:
-    """The end of a failed stream in the words of the route at `path`."""
-    _, detail = describe(error, path)
-    return event({"error": detail}) + DONE
 
 
 async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:

@@ -15,14 +15,12 @@ from starlette.datastructures import Headers
 
 from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import (
+    OPEN_INFERENCE,
     STATUSES,
     TGI_ERRORS,
     UNAUTHORIZED,
     ModelNotFoundError,
     RequestError,
-    describe,
-    error_answer,
-    respond_as_tgi,
 )
 from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
@@ -66,8 +64,6 @@ _MOST_DIMENSIONS = 8
 # The server has one model, in one version; any is taken for it.
 _ONLY_VERSION = "1"
 _SERVER = "text-generation-inference"
-# In the scope of a request that TGI would refuse: its errors have the protocol's form.
-_OPEN = "text_generation_router.open_inference"
 
 # Health needs no key.
 router = APIRouter(tags=["KServe"])
@@ -165,7 +161,7 @@ async def kserve_infer(
     """Generates for every input, as TGI does for what TGI takes, else by the protocol."""
     services.metrics.request_count.inc()
     if not _is_tgis(body, request):
-        request.scope[_OPEN] = True
+        request.scope[OPEN_INFERENCE] = True
         return await _infer(model_name, model_version, body, services)
     outputs = body.outputs or []
     if len(body.inputs) != len(outputs):
@@ -305,13 +301,3 @@ async def _generate_all(
         return cast(str, answer["generated_text"])
 
     return await gather_or_cancel(map(generate, prompts))
-
-
-def respond(request: Request, error: Exception) -> Response:
-    """The error as the protocol writes it; TGI's form of the protocol has TGI's errors."""
-    path = request.url.path
-    is_tgis = "/versions/" in path or path.startswith("/v2/health/")
-    if is_tgis and _OPEN not in request.scope:
-        return respond_as_tgi(request, error)
-    status, detail = describe(error, path, request.method)
-    return error_answer({"error": detail["message"]}, status, error)

@@ -1,10 +1,10 @@
-"""What a Responses request asks for, as a conversation."""
+"""What a Responses request asks for, as a conversation: its tools, and its items as messages."""
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from text_generation_router.api.fields import ANY_OBJECT, priority_of, schema_grammar
-from text_generation_router.api.responses.output import read_encrypted
 from text_generation_router.api.responses.schemas import (
     CallOutputItem,
     CustomToolCallItem,
@@ -36,6 +36,7 @@ from text_generation_router.validation import GenerateParameters
 
 Message = dict[str, Any]
 _SERVED = "only functions and custom tools can be called here, alone or in a namespace"
+_PREFIX = "plain1."
 
 
 def conversation_of(body: ResponsesRequest) -> Conversation:
@@ -196,3 +197,22 @@ def _grammar(asked: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
     if asked is not None and asked.type == "json_object":
         return schema_grammar(ANY_OBJECT)
     return None
+
+
+def write_encrypted(text: str) -> str:
+    """The field for a reasoning of this text: in base64, and not encrypted.
+
+    Nothing is stored here, and clients with `store: false` keep this field only. There is no secret
+    in it: the client has the same text in `content`.
+    """
+    return _PREFIX + b64encode(text.encode()).decode()
+
+
+def read_encrypted(field: str) -> str | None:
+    """The text of the reasoning; None if another server wrote the field."""
+    if not field.startswith(_PREFIX):
+        return None
+    try:
+        return b64decode(field.removeprefix(_PREFIX), validate=True).decode()
+    except ValueError:
+        return None

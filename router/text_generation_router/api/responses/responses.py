@@ -1,113 +1,101 @@
-"""POST /v1/responses of OpenAI: one response from its creation to its end, whole or as events."""
+"""POST /v1/responses of OpenAI: one response from its creation to its end, whole or as events; the
+items of its growing output, and the text inside the input of a custom tool."""
 
+import json
+import re
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Response
 
-from text_generation_router.api.answers import json_response, make_id
+from text_generation_router.api.answers import make_id
+from text_generation_router.api.chat_run import ChatRun, Json
 from text_generation_router.api.errors import STATUSES, describe
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, scored_events
 from text_generation_router.api.models import check_model
-from text_generation_router.api.responses.input import conversation_of, left_out
-from text_generation_router.api.responses.output import Json, OutputWriter
-from text_generation_router.api.responses.schemas import ResponsesRequest
-from text_generation_router.api.responses.tools import served_tools
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    open_stream,
-    post_router,
+from text_generation_router.api.responses.input import (
+    conversation_of,
+    left_out,
+    write_encrypted,
 )
+from text_generation_router.api.responses.schemas import ResponsesRequest
+from text_generation_router.api.responses.tools import ServedTool, served_tools
+from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.sse import named_events
+from text_generation_router.chat.parser import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.errors import ContextLengthError
 from text_generation_router.request import FinishReason
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 
+PATH = "/v1/responses"
+router = post_router("OpenAI", STATUSES)
 
-class ResponseRun:
-    """Answers one request; the last event carries the whole response, streamed or not. Owns the
-    numbers of the events."""
+
+@router.post(
+    PATH,
+    summary="Create a response",
+    responses=events(
+        "The response, or with `stream` its events (response.created, …, response.completed)."
+    ),
+)
+async def responses(body: ResponsesRequest, services: ServicesDependency) -> Response:
+    """Text, reasoning and function calls, whole or as events; nothing is stored."""
+    services.metrics.request_count.inc()
+    check_model(body.model, services)
+    run = ResponseRun(body, services)
+    headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
+    # OpenAI streams that the context is exceeded: only in the event do clients look for it.
+    return await run.response(
+        headers, has_status=lambda error: not isinstance(error, ContextLengthError)
+    )
+
+
+class ResponseRun(ChatRun):
+    """Answers one request; the last event carries the whole response. Owns the numbers of the
+    events."""
 
     def __init__(self, body: ResponsesRequest, services: Services) -> None:
+        super().__init__(conversation_of(body), bool(body.stream), services)
+        self.answer = _envelope(body, services)
         self._body = body
-        self._services = services
-        self._conversation = conversation_of(body)
+        self._writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
         self._trail = TokenTrail()
         self._wants_logprobs = body.wants_logprobs
-        self._response = _envelope(body, services)
         self._number = 0
 
-    async def whole(self) -> Json:
-        """The response as the last event has it. Raises RouterError."""
-        async for _ in self._events():
-            continue
-        return self._response
-
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Events for one write each. Raises RouterError."""
-        async with aclosing(self._events()) as batches:
-            async for batch in batches:
-                yield self._chunk(batch)
-
-    def failed(self, error: Exception) -> bytes:
-        """The last events of a stream that failed."""
-        _, detail = describe(error, PATH)
-        code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
-        begun = [] if self._number else self._created()
-        told = self._event("failed", error={"code": code, "message": detail["message"]})
-        return self._chunk([*begun, told])
-
-    def _chunk(self, batch: Sequence[Json]) -> bytes:
-        start = self._number
-        self._number += len(batch)
-        return named_events(
-            {"type": event["type"], "sequence_number": number, **event}
-            for number, event in enumerate(batch, start)
-        )
-
-    async def _events(self) -> AsyncGenerator[list[Json]]:
-        """The events, those together that are ready together. Raises RouterError."""
-        body = self._body
-        writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
-        services = self._services
-        started = services.chat.start(self._conversation, services.options)
-        async with started as (generation,):
-            if not body.stream:
-                generation.entry.is_shown = False
-            yield self._created()
-            async for steps in generation:
-                batch = [event for step in steps for event in self._step_events(step, writer)]
-                if batch:
-                    yield batch
-        yield self._end(writer, generation)
-
-    def _created(self) -> list[Json]:
+    async def begin(self, entry: Entry) -> list[Json]:
         """The first events of every stream."""
-        return [self._event("created"), self._event("in_progress")]
+        return self._created()
 
-    def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
-        made: list[Json] = []
+    def feed(self, step: ChatStep) -> Iterator[Json]:
+        """The events of the next step."""
         for event, tokens in scored_events(step, self._trail, self._wants_logprobs):
             logprobs: Sequence[Json] = ()
             if tokens:
-                num_top, tokenizer = self._body.top_logprobs or 0, self._services.tokenizer
+                num_top, tokenizer = self._body.top_logprobs or 0, self.services.tokenizer
                 logprobs = chat_logprobs(tokens, num_top, tokenizer)["content"]
-            made += writer.feed(event, logprobs)
-        return made
+            yield from self._writer.feed(event, logprobs)
 
-    def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
+    def end(self, generation: ChatGeneration) -> list[Json]:
+        """The end of the last item, and of the response."""
         entry = generation.entry
         assert entry.ending is not None
         generated = entry.ending.generated
         is_complete = generated.finish_reason is not FinishReason.LENGTH
-        last = list(writer.finish(is_complete))
+        last = list(self._writer.finish(is_complete))
         fields: Json = {
-            "output": writer.items,
+            "output": self._writer.items,
             "usage": {
                 "input_tokens": entry.prompt_tokens,
                 "input_tokens_details": {
@@ -124,14 +112,34 @@ class ResponseRun:
         fields["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*last, self._event("incomplete", **fields)]
 
+    def written(self, events: Sequence[Json]) -> bytes:
+        """The events, numbered."""
+        start = self._number
+        self._number += len(events)
+        return named_events(
+            {"type": event["type"], "sequence_number": number, **event}
+            for number, event in enumerate(events, start)
+        )
+
+    def failed(self, error: Exception) -> bytes:
+        """The last events of a stream that failed."""
+        _, detail = describe(error, PATH)
+        code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
+        begun = [] if self._number else self._created()
+        told = self._event("failed", error={"code": code, "message": detail["message"]})
+        return self.written([*begun, told])
+
+    def _created(self) -> list[Json]:
+        return [self._event("created"), self._event("in_progress")]
+
     def _event(self, status: str, **fields: Any) -> Json:
         """The event of that name; a response that was just created is in progress as well."""
-        self._response = {
-            **self._response,
+        self.answer = {
+            **self.answer,
             "status": "in_progress" if status == "created" else status,
             **fields,
         }
-        return {"type": f"response.{status}", "response": self._response}
+        return {"type": f"response.{status}", "response": self.answer}
 
 
 def _envelope(body: ResponsesRequest, services: Services) -> Json:
@@ -177,31 +185,156 @@ def _envelope(body: ResponsesRequest, services: Services) -> Json:
     }
 
 
-PATH = "/v1/responses"
-_EVENTS = events(
-    "The response, or with `stream` its events (response.created, …, response.completed)."
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an item, its text and its events are called."""
+
+    item_type: str
+    id_prefix: str
+    event: str
+    item_fields: Json
+    field: str = "text"
+    """Of an item with a part that has the text; any other field is of a call, which has it itself.
+    """
+
+
+_MESSAGE = _Kind("message", "msg", "output_text", {"role": "assistant"})
+_REASONING = _Kind("reasoning", "rs", "reasoning_text", {"summary": []})
+_FUNCTION = _Kind("function_call", "fc", "function_call_arguments", {}, "arguments")
+_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", {}, "input")
+
+
+class OutputWriter:
+    """Owns the items of one response, at most the last of them open.
+
+    The events spell what the items are in the end, so a streamed answer equals a whole one. Events
+    have no `sequence_number` yet.
+    """
+
+    def __init__(self, tools: Iterable[ServedTool], has_encrypted_reasoning: bool) -> None:
+        self.items: list[Json] = []
+        self._tools = {tool.spec.name: tool for tool in tools}
+        self._has_encrypted_reasoning = has_encrypted_reasoning
+        self._open: _Kind | None = None
+        # Of a custom tool.
+        self._input = InputReader()
+        self._pieces: list[str] = []
+        self._logprobs: list[Json] = []
+
+    def feed(self, event: ChatEvent, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
+        """The events of the next piece; `logprobs` are those of its tokens, kept for text only."""
+        match event:
+            case ContentDelta(text):
+                yield from self._continue_text(_MESSAGE, text, logprobs)
+            case ReasoningDelta(text):
+                yield from self._continue_text(_REASONING, text, ())
+            case ToolCallStart(_, name):
+                yield from self._start_call(name)
+            case ToolCallArguments(_, text):
+                assert self._open is not None
+                if self._open is _CUSTOM:
+                    text = self._input.feed(text)
+                if text:
+                    self._pieces.append(text)
+                    yield self._event(f"{self._open.event}.delta", delta=text)
+
+    def finish(self, is_complete: bool) -> Iterator[Json]:
+        """The events of the end; there is a message even where the model wrote nothing."""
+        if not self.items:
+            yield from self._continue_text(_MESSAGE, "", ())
+        yield from self._close("completed" if is_complete else "incomplete")
+
+    def _start_call(self, name: str) -> Iterator[Json]:
+        """`name` is what the model calls the tool."""
+        yield from self._close("completed")
+        tool = self._tools.get(name)
+        kind = _CUSTOM if tool is not None and tool.is_custom else _FUNCTION
+        fields = {"call_id": make_id("call"), "name": name if tool is None else tool.name}
+        fields[kind.field] = ""
+        if tool is not None and tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        yield self._add(kind, fields)
+        self._input = InputReader()
+
+    def _continue_text(self, kind: _Kind, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+        if self._open is not kind:
+            yield from self._close("completed")
+            yield self._add(kind, {"content": []})
+            yield self._event("content_part.added", part=_part(kind, "", []))
+        if text:
+            self._pieces.append(text)
+            self._logprobs += logprobs
+            more = {"logprobs": list(logprobs)} if kind is _MESSAGE else {}
+            yield self._event(f"{kind.event}.delta", delta=text, **more)
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """Ends the open item, if there is one."""
+        kind, text = self._open, "".join(self._pieces)
+        if kind is not None:
+            fields: Json = {kind.field: text}
+            more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
+            yield self._event(f"{kind.event}.done", **fields, **more)
+            if "content" in self.items[-1]:
+                part = _part(kind, text, self._logprobs)
+                yield self._event("content_part.done", part=part)
+                fields = {"content": [part]}
+            if kind is _REASONING and self._has_encrypted_reasoning:
+                fields["encrypted_content"] = write_encrypted(text)
+            self.items[-1] = {**self.items[-1], **fields, "status": status}
+            yield self._of_item("done")
+        self._open, self._pieces, self._logprobs = None, [], []
+
+    def _add(self, kind: _Kind, fields: Json) -> Json:
+        item = {"id": make_id(kind.id_prefix), "type": kind.item_type, **kind.item_fields, **fields}
+        self.items.append({**item, "status": "in_progress"})
+        self._open = kind
+        return self._of_item("added")
+
+    def _of_item(self, name: str) -> Json:
+        place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
+        return {"type": f"response.output_item.{name}", **place}
+
+    def _event(self, name: str, **fields: Any) -> Json:
+        """An event inside of the last item."""
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        if "content" in item:
+            place["content_index"] = 0
+        return {"type": f"response.{name}", **place, **fields}
+
+
+def _part(kind: _Kind, text: str, logprobs: list[Json]) -> Json:
+    more = {"annotations": [], "logprobs": logprobs} if kind is _MESSAGE else {}
+    return {"type": kind.event, "text": text, **more}
+
+
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Whole characters. The first half of a pair is read with what follows it: the second half, or not.
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}'
+    r"(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{4})))*",
+    re.DOTALL,
 )
 
-router = post_router("OpenAI", STATUSES)
 
+class InputReader:
+    """Reads the text of `{"input": "…"}` while it is written. Owns what is not read yet."""
 
-@router.post(
-    PATH,
-    summary="Create a response",
-    responses=_EVENTS,
-)
-async def responses(body: ResponsesRequest, services: ServicesDependency) -> Response:
-    """Text, reasoning and function calls, whole or as events; nothing is stored."""
-    services.metrics.request_count.inc()
-    check_model(body.model, services)
-    run = ResponseRun(body, services)
-    headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
-    if body.stream:
-        # OpenAI streams that the context is exceeded: only in the event do clients look for it.
-        return await open_stream(
-            run.chunks(),
-            headers,
-            run.failed,
-            has_status=lambda error: not isinstance(error, ContextLengthError),
-        )
-    return json_response(await run.whole(), headers)
+    def __init__(self) -> None:
+        self._rest = ""
+        self._is_open = False
+
+    def feed(self, written: str) -> str:
+        """The characters that are known now and were not before."""
+        self._rest += written
+        if not self._is_open:
+            opening = _OPENING.match(self._rest)
+            if opening is None:
+                return ""
+            self._is_open, self._rest = True, self._rest[opening.end() :]
+        known = _CHARACTERS.match(self._rest)
+        assert known is not None
+        self._rest = self._rest[known.end() :]
+        text: str = json.loads(f'"{known[0]}"', strict=False)
+        # Half a pair is no character.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

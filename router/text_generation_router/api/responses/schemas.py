@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    Discriminator,
     Field,
     Tag,
     ValidationInfo,
@@ -18,7 +17,7 @@ from text_generation_router.api.fields import (
     Hint,
     ServiceTier,
 )
-from text_generation_router.api.responses.tools import OtherType, Tool, ToolChoice
+from text_generation_router.api.responses.tools import OtherType, Tool, ToolChoice, by_type
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
@@ -57,18 +56,15 @@ class ReasoningText(Body):
     text: str
 
 
-def _part_kind(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "text" if kind in (None, "input_text", "output_text") else str(kind)
-
-
 Part = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
-    Discriminator(
-        _part_kind,
-        custom_error_type="part_type",
-        custom_error_message="Parts can be of type input_text, output_text and refusal: there is "
+    by_type(
+        {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"},
+        error="part_type",
+        message="Parts can be of type input_text, output_text and refusal: there is "
         "no model that reads images or files",
+        other=None,
+        missing="text",
     ),
 ]
 
@@ -125,26 +121,6 @@ class OtherItem(Body):
     type: OtherType
 
 
-_ITEM_KINDS = {
-    "message": "message",
-    "function_call": "function_call",
-    "custom_tool_call": "custom_tool_call",
-    "function_call_output": "output",
-    "custom_tool_call_output": "output",
-    "reasoning": "reasoning",
-}
-
-
-def _item_kind(item: Any) -> str | None:
-    """Messages may leave their type out. What is only stored at OpenAI can not be left out."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind is None:
-        return "message"
-    if not isinstance(kind, str) or kind == "item_reference":
-        return None
-    return _ITEM_KINDS.get(kind, "other")
-
-
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
@@ -152,11 +128,21 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[OtherItem, Tag("other")],
-    Discriminator(
-        _item_kind,
-        custom_error_type="item_type",
-        custom_error_message="Items can be messages, calls with their outputs, and reasoning; "
+    # Messages may leave their type out. What is only stored at OpenAI can not be left out.
+    by_type(
+        {
+            "message": "message",
+            "function_call": "function_call",
+            "custom_tool_call": "custom_tool_call",
+            "function_call_output": "output",
+            "custom_tool_call_output": "output",
+            "reasoning": "reasoning",
+            "item_reference": "refused",
+        },
+        error="item_type",
+        message="Items can be messages, calls with their outputs, and reasoning; "
         "nothing is stored here, so send the item instead of a reference",
+        missing="message",
     ),
 ]
 

@@ -1,7 +1,8 @@
 """The tools of a Responses request: functions and tools of free text, alone or in namespaces."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -17,6 +18,32 @@ _FREE_TEXT = {
 }
 # One that can be written in a header.
 OtherType = Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$", description="Any other type.")]
+
+
+def by_type(
+    tags: Mapping[str, str],
+    *,
+    error: str,
+    message: str,
+    other: str | None = "other",
+    missing: str | None = None,
+    word: str | None = None,
+) -> Discriminator:
+    """The discriminator of a union: the tag of the `type`, of one without a tag `other`, and
+    `missing` where there is none; None is the error. `word`: the tag of a text."""
+
+    def tag(given: Any) -> str | None:
+        if word is not None and isinstance(given, str):
+            return word
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        if kind is None:
+            return missing
+        return tags.get(kind, other) if isinstance(kind, str) else None
+
+    return Discriminator(tag, custom_error_type=error, custom_error_message=message)
+
+
+_tool_type = partial(by_type, error="tool_type", message="A tool needs a `type`", word="word")
 
 
 class FunctionTool(Body):
@@ -55,20 +82,6 @@ class OtherTool(Body):
     type: OtherType
 
 
-def by_type(**tags: str) -> Discriminator:
-    """The discriminator of a union of tools: by `type`; any type without a tag has `other`."""
-
-    def tag(given: Any) -> str | None:
-        if isinstance(given, str):
-            return "word"
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-        return tags.get(kind, "other") if isinstance(kind, str) else None
-
-    return Discriminator(
-        tag, custom_error_type="tool_type", custom_error_message="A tool needs a `type`"
-    )
-
-
 class NamespaceTool(Body):
     """Tools with a common name. The model sees each as `NAMESPACE__NAME`."""
 
@@ -80,7 +93,7 @@ class NamespaceTool(Body):
             Annotated[FunctionTool, Tag("function")]
             | Annotated[CustomTool, Tag("custom")]
             | Annotated[OtherTool, Tag("other")],
-            by_type(function="function", custom="custom"),
+            _tool_type({"function": "function", "custom": "custom"}),
         ]
     ]
 
@@ -90,7 +103,7 @@ Tool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[OtherTool, Tag("other")],
-    by_type(function="function", custom="custom", namespace="namespace"),
+    _tool_type({"function": "function", "custom": "custom", "namespace": "namespace"}),
 ]
 
 
@@ -111,7 +124,7 @@ class AllowedTools(Body):
         Items[
             Annotated[
                 Annotated[NamedTool, Tag("named")] | Annotated[OtherTool, Tag("other")],
-                by_type(function="named", custom="named"),
+                _tool_type({"function": "named", "custom": "named"}),
             ]
         ],
         Field(min_length=1),
@@ -123,7 +136,7 @@ ToolChoice = Annotated[
     | Annotated[NamedTool, Tag("named")]
     | Annotated[AllowedTools, Tag("allowed")]
     | Annotated[OtherTool, Tag("other")],
-    by_type(function="named", custom="named", allowed_tools="allowed"),
+    _tool_type({"function": "named", "custom": "named", "allowed_tools": "allowed"}),
 ]
 
 

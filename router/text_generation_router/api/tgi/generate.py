@@ -15,14 +15,14 @@ from text_generation_router.api.answers import (
     timing_headers,
     token_answer,
 )
-from text_generation_router.api.errors import TGI_ERRORS
+from text_generation_router.api.errors import TGI_ERRORS, end_as_tgi
 from text_generation_router.api.routes import (
     ServicesDependency,
     events,
     open_stream,
     post_router,
 )
-from text_generation_router.api.sse import error_event, event
+from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -124,7 +124,7 @@ async def _generate_stream(asked: GenerateParameters, services: Services) -> Res
         "x-compute-characters": str(len(asked.inputs)),
     }
     chunks = _stream(asked, services)
-    return await open_stream(chunks, headers, error_event, has_status=_passes)
+    return await open_stream(chunks, headers, end_as_tgi, has_status=_passes)
 
 
 def _passes(error: Exception) -> bool:
