@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import Response
 
 from text_generation_router.api.answers import json_response
-from text_generation_router.api.routes import open_stream
-from text_generation_router.api.sse import COMMENT
+from text_generation_router.api.sse import COMMENT, open_stream
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.scheduler.entry import Entry

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import orjson
-from sse_starlette.sse import AppStatus, EventSourceResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from text_generation_process.json_file import without_line_ends
 
@@ -29,17 +29,14 @@ LastEvent = Callable[[Exception], bytes]
 """Writes the event that ends a failed stream, in the form of its dialect."""
 
 
-class EventStream(EventSourceResponse):
+class EventStream(StreamingResponse):
     """Sends `first`, if there is any, and chunks of ready events; each chunk is one write. If the
     events raise an error, `failed` writes the last one. Inside an event nothing ends a line.
 
     Closes `events` when the client leaves. `Connection` closes the connection of a client that
     stops reading. A running stream outlives SIGTERM.
-    A write costs a clock reading and one call; sse-starlette's own loop makes three tasks and a
-    timer for it.
+    A write costs a clock reading and one call.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -49,10 +46,13 @@ class EventStream(EventSourceResponse):
         keep_alive: bytes = COMMENT,
         first: bytes = b"",
     ) -> None:
-        # Set here, because starlette would add a charset, which TGI does not send.
-        fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
+        fixed = {
+            # Not as a media type, to which starlette adds a charset, which TGI does not send.
+            "content-type": "text/event-stream",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
         super().__init__(events, headers={**fixed, **headers})
-        del self.headers["connection"]
         self._events = events
         self._failed = failed
         self._keep_alive = keep_alive
@@ -121,6 +121,27 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def open_stream(
+    chunks: AsyncGenerator[bytes],
+    headers: Mapping[str, str],
+    failed: LastEvent,
+    keep_alive: bytes = COMMENT,
+    has_status: Callable[[Exception], bool] = lambda error: True,
+) -> Response:
+    """The response that sends `chunks`, of which the first, which may be empty, is awaited here.
+
+    An error before it is raised, and so answered with a status, if `has_status` says so. Every
+    other error becomes the last event, which `failed` writes.
+    """
+    try:
+        first = await anext(chunks)
+    except Exception as error:
+        if has_status(error):
+            raise
+        first = last_event(error, failed)
+    return EventStream(chunks, headers, failed, keep_alive, first)
+
+
 async def disconnected(receive: Receive) -> None:
     """Returns when the client disconnects. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -132,11 +153,6 @@ def last_event(error: Exception, failed: LastEvent) -> bytes:
     if not isinstance(error, RouterError):
         logger.exception("A stream failed; this is a bug in the router")
     return failed(error)
-
-
-def let_streams_finish() -> None:
-    """Stops sse-starlette from ending running streams on SIGTERM; uvicorn waits for them."""
-    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 def event(payload: Mapping[str, Any]) -> bytes:

@@ -30,12 +30,8 @@ from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import STREAM, ChatCompletion, ChatCompletionChunk
 from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.openai.stream import Json, PromptEntries
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    open_stream,
-    post_router,
-)
+from text_generation_router.api.routes import ServicesDependency, events, post_router
+from text_generation_router.api.sse import open_stream
 from text_generation_router.chat.conversation import Conversation, tool_call
 from text_generation_router.chat.parser import (
     ChatEvent,

@@ -25,12 +25,8 @@ from text_generation_router.api.openai.answers import (
 )
 from text_generation_router.api.openai.schemas import CompletionRequest, prompts_of
 from text_generation_router.api.openai.stream import Json, PromptEntries
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    open_stream,
-    post_router,
-)
+from text_generation_router.api.routes import ServicesDependency, events, post_router
+from text_generation_router.api.sse import open_stream
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.request import (
     FinishReason,

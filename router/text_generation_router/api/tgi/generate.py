@@ -16,13 +16,8 @@ from text_generation_router.api.answers import (
     token_answer,
 )
 from text_generation_router.api.errors import TGI_ERRORS, end_as_tgi
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    open_stream,
-    post_router,
-)
-from text_generation_router.api.sse import event
+from text_generation_router.api.routes import ServicesDependency, events, post_router
+from text_generation_router.api.sse import event, open_stream
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
     GenerateRequest,
