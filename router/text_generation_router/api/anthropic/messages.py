@@ -36,7 +36,6 @@ from text_generation_router.api.sse import named_events
 from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.parser import (
-    ChatEvent,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
@@ -56,16 +55,16 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def conversation_of(body: CountTokensRequest) -> Conversation:
     """The conversation that the request carries on; one that only counts has no parameters."""
-    choice = body.tool_choice
+    choice = body.tool_choice or ToolChoice(type="auto")
     return Conversation(
         messages=tuple(_messages(body)),
         tools=tuple(
             ToolSpec(tool.name, tool.description, tool.input_schema, tool.strict)
             for tool in body.tools
         ),
-        tool_choice=_choice(choice),
+        tool_choice=choice.name if isinstance(choice, ForcedToolChoice) else _CHOICES[choice.type],
         may_be_rewritten=True,
-        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
         template_kwargs={}
         if body.thinking is None
         else {"enable_thinking": body.thinking.type != "disabled"},
@@ -87,12 +86,6 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
         deterministic=bool(body.deterministic),
         cache_salt=body.cache_salt,
     )
-
-
-def _choice(choice: ToolChoice | ForcedToolChoice | None) -> str:
-    if isinstance(choice, ForcedToolChoice):
-        return choice.name
-    return "auto" if choice is None else _CHOICES[choice.type]
 
 
 def _messages(body: CountTokensRequest) -> Iterator[Mapping[str, Any]]:
@@ -144,78 +137,6 @@ def _result(block: ToolResultBlock) -> Json:
 _SIGNATURE = b64encode(b"not signed: this server does not check thinking").decode()
 
 
-class ContentWriter:
-    """Owns the blocks of one message, at most the last of them open.
-
-    The events spell what the blocks are in the end, so a streamed answer equals a whole one.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[Json] = []
-        self._pieces: list[str] = []
-        self._is_open = False
-
-    def feed(self, event: ChatEvent) -> Iterator[Json]:
-        """The events of the next piece."""
-        match event:
-            case ContentDelta(text):
-                yield from self._open_text({"type": "text", "text": ""})
-                yield self._piece(text, {"type": "text_delta", "text": text})
-            case ReasoningDelta(text):
-                yield from self._open_text({"type": "thinking", "thinking": "", "signature": ""})
-                yield self._piece(text, {"type": "thinking_delta", "thinking": text})
-            case ToolCallStart(_, name):
-                use = {"type": "tool_use", "id": make_id("toolu"), "name": name, "input": {}}
-                yield from self._open(use)
-            case ToolCallArguments(_, text):
-                yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
-
-    def finish(self) -> Iterator[Json]:
-        """The events of the end of the last block."""
-        if not self._is_open:
-            return
-        block, text = self.blocks[-1], "".join(self._pieces)
-        if block["type"] == "tool_use":
-            block = {**block, "input": _object(text)}
-        else:
-            block = {**block, block["type"]: text}
-        if block["type"] == "thinking":
-            block["signature"] = _SIGNATURE
-            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
-        self.blocks[-1] = block
-        self._pieces.clear()
-        self._is_open = False
-        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
-
-    def _open_text(self, block: Json) -> Iterator[Json]:
-        if not self._is_open or self.blocks[-1]["type"] != block["type"]:
-            yield from self._open(block)
-
-    def _open(self, block: Json) -> Iterator[Json]:
-        yield from self.finish()
-        self.blocks.append(block)
-        self._is_open = True
-        index = len(self.blocks) - 1
-        yield {"type": "content_block_start", "index": index, "content_block": block}
-
-    def _piece(self, text: str, delta: Json) -> Json:
-        self._pieces.append(text)
-        return self._delta(delta)
-
-    def _delta(self, delta: Json) -> Json:
-        index = len(self.blocks) - 1
-        return {"type": "content_block_delta", "index": index, "delta": delta}
-
-
-def _object(arguments: str) -> Any:
-    """The arguments as an object; {} for a call that was cut off, whose `stop_reason` says so."""
-    try:
-        found = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 _STOP_REASONS = {
     FinishReason.EOS_TOKEN: "end_turn",
     FinishReason.LENGTH: "max_tokens",
@@ -224,11 +145,13 @@ _STOP_REASONS = {
 
 
 class MessageRun(ChatRun):
-    """Answers one request."""
+    """Answers one request. Owns the blocks of the message, at most the last of them open."""
 
     def __init__(self, body: MessagesRequest, services: Services) -> None:
         super().__init__(conversation_of(body), body.stream, services)
-        self._writer = ContentWriter()
+        self._blocks: list[Json] = []
+        self._pieces: list[str] = []
+        self._is_open = False
         # A ping follows the first events.
         self._after = _PING
         self.answer = {
@@ -251,7 +174,18 @@ class MessageRun(ChatRun):
     def feed(self, step: ChatStep) -> Iterator[Json]:
         """The events of the next step."""
         for event in step.events:
-            yield from self._writer.feed(event)
+            match event:
+                case ContentDelta(text):
+                    yield from self._open({"type": "text", "text": ""})
+                    yield self._piece(text, {"type": "text_delta", "text": text})
+                case ReasoningDelta(text):
+                    yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+                    yield self._piece(text, {"type": "thinking_delta", "thinking": text})
+                case ToolCallStart(_, name):
+                    use = {"type": "tool_use", "id": make_id("toolu"), "name": name, "input": {}}
+                    yield from self._open(use)
+                case ToolCallArguments(_, text):
+                    yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
 
     def end(self, generation: ChatGeneration) -> list[Json]:
         """Why the message ended: `tool_use` if the model ended it after a call. Its usage is
@@ -264,8 +198,8 @@ class MessageRun(ChatRun):
             reason = "tool_use"
         delta = {"stop_reason": reason, "stop_sequence": generated.stop_sequence}
         usage = _usage(entry, generated.generated_tokens)
-        last = list(self._writer.finish())
-        self.answer |= {"content": self._writer.blocks, **delta, "usage": usage}
+        last = list(self._close())
+        self.answer |= {"content": self._blocks, **delta, "usage": usage}
         return [
             *last,
             {"type": "message_delta", "delta": delta, "usage": usage},
@@ -280,6 +214,51 @@ class MessageRun(ChatRun):
     def failed(self, error: Exception) -> bytes:
         """The last event of a stream that failed."""
         return end_as_anthropic(error)
+
+    def _open(self, block: Json) -> Iterator[Json]:
+        """Opens the block, unless it is more of the text that is open."""
+        kind = block["type"]
+        if self._is_open and kind == self._blocks[-1]["type"] and kind != "tool_use":
+            return
+        yield from self._close()
+        self._blocks.append(block)
+        self._is_open = True
+        index = len(self._blocks) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block}
+
+    def _close(self) -> Iterator[Json]:
+        """Ends the open block, if there is one."""
+        if not self._is_open:
+            return
+        block, text = dict(self._blocks[-1]), "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        self._blocks[-1] = block
+        self._pieces.clear()
+        self._is_open = False
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _piece(self, text: str, delta: Json) -> Json:
+        self._pieces.append(text)
+        return self._delta(delta)
+
+    def _delta(self, delta: Json) -> Json:
+        index = len(self._blocks) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _object(arguments: str) -> Any:
+    """The arguments as an object; {} for a call that was cut off, whose `stop_reason` says so."""
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _usage(entry: Entry, output_tokens: int) -> Json:

@@ -4,7 +4,7 @@ items of its growing output, and the text inside the input of a custom tool."""
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,10 @@ from text_generation_router.api.responses.input import (
     write_encrypted,
 )
 from text_generation_router.api.responses.schemas import ResponsesRequest
-from text_generation_router.api.responses.tools import ServedTool, served_tools
+from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.sse import named_events
 from text_generation_router.chat.parser import (
-    ChatEvent,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
@@ -61,56 +60,94 @@ async def responses(body: ResponsesRequest, services: ServicesDependency) -> Res
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an item, its text and its events are called."""
+
+    item_type: str
+    id_prefix: str
+    event: str
+    item_fields: Json
+    field: str = "text"
+    """Of an item with a part that has the text; any other field is of a call, which has it itself.
+    """
+
+
+_MESSAGE = _Kind("message", "msg", "output_text", {"role": "assistant"})
+_REASONING = _Kind("reasoning", "rs", "reasoning_text", {"summary": []})
+_FUNCTION = _Kind("function_call", "fc", "function_call_arguments", {}, "arguments")
+_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", {}, "input")
+
+
 class ResponseRun(ChatRun):
     """Answers one request; the last event carries the whole response. Owns the numbers of the
-    events."""
+    events, and the items of the output, at most the last of them open."""
 
     def __init__(self, body: ResponsesRequest, services: Services) -> None:
         super().__init__(conversation_of(body), bool(body.stream), services)
         self.answer = _envelope(body, services)
         self._body = body
-        self._writer = OutputWriter(served_tools(body.tools or ()), body.wants_encrypted_reasoning)
+        self._tools = {tool.spec.name: tool for tool in served_tools(body.tools or ())}
         self._trail = TokenTrail()
         self._wants_logprobs = body.wants_logprobs
         self._number = 0
+        self._items: list[Json] = []
+        self._open: _Kind | None = None
+        # Of a custom tool.
+        self._input = InputReader()
+        self._pieces: list[str] = []
+        self._logprobs: list[Json] = []
 
     async def begin(self, entry: Entry) -> list[Json]:
         """The first events of every stream."""
         return self._created()
 
     def feed(self, step: ChatStep) -> Iterator[Json]:
-        """The events of the next step."""
+        """The events of the next step; log-probabilities are kept for text only."""
         for event, tokens in scored_events(step, self._trail, self._wants_logprobs):
-            logprobs: Sequence[Json] = ()
-            if tokens:
-                num_top, tokenizer = self._body.top_logprobs or 0, self.services.tokenizer
-                logprobs = chat_logprobs(tokens, num_top, tokenizer)["content"]
-            yield from self._writer.feed(event, logprobs)
+            match event:
+                case ContentDelta(text):
+                    logprobs: list[Json] = []
+                    if tokens:
+                        num_top, tokenizer = self._body.top_logprobs or 0, self.services.tokenizer
+                        logprobs = chat_logprobs(tokens, num_top, tokenizer)["content"]
+                    yield from self._continue_text(_MESSAGE, text, logprobs)
+                case ReasoningDelta(text):
+                    yield from self._continue_text(_REASONING, text, [])
+                case ToolCallStart(_, name):
+                    yield from self._start_call(name)
+                case ToolCallArguments(_, text):
+                    assert self._open is not None
+                    if self._open is _CUSTOM:
+                        text = self._input.feed(text)
+                    if text:
+                        self._pieces.append(text)
+                        yield self._event(f"{self._open.event}.delta", delta=text)
 
     def end(self, generation: ChatGeneration) -> list[Json]:
-        """The end of the last item, and of the response."""
+        """The end of the last item, and of the response; there is a message even where the model
+        wrote nothing."""
         entry = generation.entry
         assert entry.ending is not None
         generated = entry.ending.generated
-        is_complete = generated.finish_reason is not FinishReason.LENGTH
-        last = list(self._writer.finish(is_complete))
-        fields: Json = {
-            "output": self._writer.items,
-            "usage": {
-                "input_tokens": entry.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": entry.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": generated.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
-                "total_tokens": entry.prompt_tokens + generated.generated_tokens,
+        fields: Json
+        status, fields = "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
+        if generated.finish_reason is not FinishReason.LENGTH:
+            status, fields = "completed", {"completed_at": int(time.time())}
+        last = [] if self._items else list(self._continue_text(_MESSAGE, "", []))
+        last += self._close(status)
+        fields["output"] = self._items
+        fields["usage"] = {
+            "input_tokens": entry.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": entry.cached_tokens,
+                "cache_write_tokens": 0,
             },
+            "output_tokens": generated.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+            "total_tokens": entry.prompt_tokens + generated.generated_tokens,
         }
-        if is_complete:
-            return [*last, self._event("completed", completed_at=int(time.time()), **fields)]
-        fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        return [*last, self._event("incomplete", **fields)]
+        return [*last, self._of_response(status, **fields)]
 
     def written(self, events: Sequence[Json]) -> bytes:
         """The events, numbered."""
@@ -126,13 +163,59 @@ class ResponseRun(ChatRun):
         _, detail = describe(error, PATH)
         code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
         begun = [] if self._number else self._created()
-        told = self._event("failed", error={"code": code, "message": detail["message"]})
+        told = self._of_response("failed", error={"code": code, "message": detail["message"]})
         return self.written([*begun, told])
 
     def _created(self) -> list[Json]:
-        return [self._event("created"), self._event("in_progress")]
+        return [self._of_response("created"), self._of_response("in_progress")]
 
-    def _event(self, status: str, **fields: Any) -> Json:
+    def _start_call(self, name: str) -> Iterator[Json]:
+        """`name` is what the model calls the tool."""
+        yield from self._close("completed")
+        tool = self._tools.get(name)
+        kind = _CUSTOM if tool is not None and tool.is_custom else _FUNCTION
+        fields = {"call_id": make_id("call"), "name": name if tool is None else tool.name}
+        fields[kind.field] = ""
+        if tool is not None and tool.namespace is not None:
+            fields["namespace"] = tool.namespace
+        yield self._add(kind, fields)
+        self._input = InputReader()
+
+    def _continue_text(self, kind: _Kind, text: str, logprobs: list[Json]) -> Iterator[Json]:
+        if self._open is not kind:
+            yield from self._close("completed")
+            yield self._add(kind, {"content": []})
+            yield self._event("content_part.added", part=_part(kind, "", []))
+        if text:
+            self._pieces.append(text)
+            self._logprobs += logprobs
+            more = {"logprobs": logprobs} if kind is _MESSAGE else {}
+            yield self._event(f"{kind.event}.delta", delta=text, **more)
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """Ends the open item, if there is one."""
+        kind, text = self._open, "".join(self._pieces)
+        if kind is not None:
+            fields: Json = {kind.field: text}
+            more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
+            yield self._event(f"{kind.event}.done", **fields, **more)
+            if "content" in self._items[-1]:
+                part = _part(kind, text, self._logprobs)
+                yield self._event("content_part.done", part=part)
+                fields = {"content": [part]}
+            if kind is _REASONING and self._body.wants_encrypted_reasoning:
+                fields["encrypted_content"] = write_encrypted(text)
+            self._items[-1] = {**self._items[-1], **fields, "status": status}
+            yield self._of_item("done")
+        self._open, self._pieces, self._logprobs = None, [], []
+
+    def _add(self, kind: _Kind, fields: Json) -> Json:
+        item = {"id": make_id(kind.id_prefix), "type": kind.item_type, **kind.item_fields, **fields}
+        self._items.append({**item, "status": "in_progress"})
+        self._open = kind
+        return self._of_item("added")
+
+    def _of_response(self, status: str, **fields: Any) -> Json:
         """The event of that name; a response that was just created is in progress as well."""
         self.answer = {
             **self.answer,
@@ -140,6 +223,18 @@ class ResponseRun(ChatRun):
             **fields,
         }
         return {"type": f"response.{status}", "response": self.answer}
+
+    def _of_item(self, name: str) -> Json:
+        place = {"output_index": len(self._items) - 1, "item": self._items[-1]}
+        return {"type": f"response.output_item.{name}", **place}
+
+    def _event(self, name: str, **fields: Any) -> Json:
+        """An event inside of the last item."""
+        item = self._items[-1]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        if "content" in item:
+            place["content_index"] = 0
+        return {"type": f"response.{name}", **place, **fields}
 
 
 def _envelope(body: ResponsesRequest, services: Services) -> Json:
@@ -183,124 +278,6 @@ def _envelope(body: ResponsesRequest, services: Services) -> Json:
         "truncation": "disabled",
         "usage": None,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What an item, its text and its events are called."""
-
-    item_type: str
-    id_prefix: str
-    event: str
-    item_fields: Json
-    field: str = "text"
-    """Of an item with a part that has the text; any other field is of a call, which has it itself.
-    """
-
-
-_MESSAGE = _Kind("message", "msg", "output_text", {"role": "assistant"})
-_REASONING = _Kind("reasoning", "rs", "reasoning_text", {"summary": []})
-_FUNCTION = _Kind("function_call", "fc", "function_call_arguments", {}, "arguments")
-_CUSTOM = _Kind("custom_tool_call", "ctc", "custom_tool_call_input", {}, "input")
-
-
-class OutputWriter:
-    """Owns the items of one response, at most the last of them open.
-
-    The events spell what the items are in the end, so a streamed answer equals a whole one. Events
-    have no `sequence_number` yet.
-    """
-
-    def __init__(self, tools: Iterable[ServedTool], has_encrypted_reasoning: bool) -> None:
-        self.items: list[Json] = []
-        self._tools = {tool.spec.name: tool for tool in tools}
-        self._has_encrypted_reasoning = has_encrypted_reasoning
-        self._open: _Kind | None = None
-        # Of a custom tool.
-        self._input = InputReader()
-        self._pieces: list[str] = []
-        self._logprobs: list[Json] = []
-
-    def feed(self, event: ChatEvent, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
-        """The events of the next piece; `logprobs` are those of its tokens, kept for text only."""
-        match event:
-            case ContentDelta(text):
-                yield from self._continue_text(_MESSAGE, text, logprobs)
-            case ReasoningDelta(text):
-                yield from self._continue_text(_REASONING, text, ())
-            case ToolCallStart(_, name):
-                yield from self._start_call(name)
-            case ToolCallArguments(_, text):
-                assert self._open is not None
-                if self._open is _CUSTOM:
-                    text = self._input.feed(text)
-                if text:
-                    self._pieces.append(text)
-                    yield self._event(f"{self._open.event}.delta", delta=text)
-
-    def finish(self, is_complete: bool) -> Iterator[Json]:
-        """The events of the end; there is a message even where the model wrote nothing."""
-        if not self.items:
-            yield from self._continue_text(_MESSAGE, "", ())
-        yield from self._close("completed" if is_complete else "incomplete")
-
-    def _start_call(self, name: str) -> Iterator[Json]:
-        """`name` is what the model calls the tool."""
-        yield from self._close("completed")
-        tool = self._tools.get(name)
-        kind = _CUSTOM if tool is not None and tool.is_custom else _FUNCTION
-        fields = {"call_id": make_id("call"), "name": name if tool is None else tool.name}
-        fields[kind.field] = ""
-        if tool is not None and tool.namespace is not None:
-            fields["namespace"] = tool.namespace
-        yield self._add(kind, fields)
-        self._input = InputReader()
-
-    def _continue_text(self, kind: _Kind, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
-        if self._open is not kind:
-            yield from self._close("completed")
-            yield self._add(kind, {"content": []})
-            yield self._event("content_part.added", part=_part(kind, "", []))
-        if text:
-            self._pieces.append(text)
-            self._logprobs += logprobs
-            more = {"logprobs": list(logprobs)} if kind is _MESSAGE else {}
-            yield self._event(f"{kind.event}.delta", delta=text, **more)
-
-    def _close(self, status: str) -> Iterator[Json]:
-        """Ends the open item, if there is one."""
-        kind, text = self._open, "".join(self._pieces)
-        if kind is not None:
-            fields: Json = {kind.field: text}
-            more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
-            yield self._event(f"{kind.event}.done", **fields, **more)
-            if "content" in self.items[-1]:
-                part = _part(kind, text, self._logprobs)
-                yield self._event("content_part.done", part=part)
-                fields = {"content": [part]}
-            if kind is _REASONING and self._has_encrypted_reasoning:
-                fields["encrypted_content"] = write_encrypted(text)
-            self.items[-1] = {**self.items[-1], **fields, "status": status}
-            yield self._of_item("done")
-        self._open, self._pieces, self._logprobs = None, [], []
-
-    def _add(self, kind: _Kind, fields: Json) -> Json:
-        item = {"id": make_id(kind.id_prefix), "type": kind.item_type, **kind.item_fields, **fields}
-        self.items.append({**item, "status": "in_progress"})
-        self._open = kind
-        return self._of_item("added")
-
-    def _of_item(self, name: str) -> Json:
-        place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
-        return {"type": f"response.output_item.{name}", **place}
-
-    def _event(self, name: str, **fields: Any) -> Json:
-        """An event inside of the last item."""
-        item = self.items[-1]
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        if "content" in item:
-            place["content_index"] = 0
-        return {"type": f"response.{name}", **place, **fields}
 
 
 def _part(kind: _Kind, text: str, logprobs: list[Json]) -> Json:
