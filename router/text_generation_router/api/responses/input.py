@@ -2,6 +2,7 @@
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from text_generation_router.api.fields import ANY_OBJECT, priority_of, schema_grammar
@@ -118,71 +119,49 @@ def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
 
 
 def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
-    """The items, with what belongs to one message of the assistant's put together."""
-    turn: Message = {}
-    for item in items:
-        piece = _piece(item)
-        if piece is None or not _fits(turn, piece):
-            yield from _finished(turn)
-            turn = {}
-        if piece is None:
-            yield _message(item)
-        elif "tool_calls" in piece:
-            turn.setdefault("tool_calls", []).extend(piece["tool_calls"])
+    """The items as messages. Reasoning, a text and calls that follow each other are one message of
+    the assistant's, in which reasoning comes first; reasoning alone is none."""
+    made: list[Message] = []
+    for message in map(_message, items):
+        last = made[-1] if made and message["role"] == made[-1]["role"] == "assistant" else None
+        if last is not None and "tool_calls" in message:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        elif last is not None and "content" in message and "content" not in last:
+            last["content"] = message["content"]
         else:
-            turn |= piece
-    yield from _finished(turn)
-
-
-def _piece(item: InputItem) -> Message | None:
-    """What the item adds to a message of the assistant's; None if it belongs to another role."""
-    match item:
-        case ReasoningItem():
-            return {"reasoning_content": _reasoning(item)}
-        case MessageItem(role="assistant"):
-            return {"content": _text(item.content)}
-        case FunctionCallItem() | CustomToolCallItem():
-            return {"tool_calls": [_call(item)]}
-        case _:
-            return None
-
-
-def _reasoning(item: ReasoningItem) -> str:
-    if not item.content and item.encrypted_content is not None:
-        text = read_encrypted(item.encrypted_content)
-        if text is not None:
-            return text
-    return "".join(part.text for part in item.content or item.summary)
-
-
-def _fits(turn: Message, piece: Message) -> bool:
-    """Whether the message so far can be the one that the piece is of: reasoning comes first."""
-    (name,) = piece
-    return not turn or name == "tool_calls" or (name == "content" and name not in turn)
-
-
-def _finished(turn: Message) -> Iterator[Message]:
-    """The assistant's message; reasoning alone is none."""
-    if turn.keys() - {"reasoning_content"}:
-        yield {"role": "assistant", "content": "", **turn}
+            made.append(message)
+    for message in made:
+        if message.keys() - {"role", "reasoning_content"}:
+            yield {"role": message["role"], "content": "", **message}
 
 
 def _message(item: InputItem) -> Message:
-    """A message that is not the assistant's."""
-    if isinstance(item, CallOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-    assert isinstance(item, MessageItem)
-    role = "system" if item.role == "developer" else item.role
-    return {"role": role, "content": _text(item.content)}
+    """What one item says; of the assistant's message it may be a part."""
+    match item:
+        case ReasoningItem():
+            return {"role": "assistant", "reasoning_content": _reasoning(item)}
+        case FunctionCallItem() | CustomToolCallItem():
+            arguments = (
+                {"input": item.input}
+                if isinstance(item, CustomToolCallItem)
+                else CalledFunction(name=item.name, arguments=item.arguments).parsed_arguments
+            )
+            call = tool_call(item.call_id, flat_name(item.namespace, item.name), arguments)
+            return {"role": "assistant", "tool_calls": [call]}
+        case CallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        case _:
+            assert isinstance(item, MessageItem)
+            role = "system" if item.role == "developer" else item.role
+            return {"role": role, "content": _text(item.content)}
 
 
-def _call(item: FunctionCallItem | CustomToolCallItem) -> Message:
-    arguments = (
-        {"input": item.input}
-        if isinstance(item, CustomToolCallItem)
-        else CalledFunction(name=item.name, arguments=item.arguments).parsed_arguments
-    )
-    return tool_call(item.call_id, flat_name(item.namespace, item.name), arguments)
+def _reasoning(item: ReasoningItem) -> str:
+    written = item.encrypted_content or ""
+    if not item.content and written.startswith(_PREFIX):
+        with suppress(ValueError):  # another server wrote it
+            return b64decode(written.removeprefix(_PREFIX), validate=True).decode()
+    return "".join(part.text for part in item.content or item.summary)
 
 
 def _text(content: str | list[Part]) -> str:
@@ -206,13 +185,3 @@ def write_encrypted(text: str) -> str:
     in it: the client has the same text in `content`.
     """
     return _PREFIX + b64encode(text.encode()).decode()
-
-
-def read_encrypted(field: str) -> str | None:
-    """The text of the reasoning; None if another server wrote the field."""
-    if not field.startswith(_PREFIX):
-        return None
-    try:
-        return b64decode(field.removeprefix(_PREFIX), validate=True).decode()
-    except ValueError:
-        return None
