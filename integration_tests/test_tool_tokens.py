@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 from text_generation_router.chat.constraint import tool_grammar
 from text_generation_router.chat.format import ToolSpec, detect_format
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.grammars.tokenizer import TokenizerFile
 
 from integration_tests.published import PUBLISHED, TEMPLATES, tokenizer_of, write_tokenizer

@@ -8,7 +8,7 @@ from text_generation_benchmark.cli import create_parser, main
 from text_generation_benchmark.shards import Batches, Bench, Choice, Run, Shape, markdown
 from text_generation_process.sampling import Sampling
 from text_generation_router.errors import GenerationError
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from router.tests.serving import VOCAB_SIZE, ScriptedShards, script_of, write_tokenizer
 

@@ -25,7 +25,7 @@ from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError, server
 from text_generation_benchmark.report import write_outputs

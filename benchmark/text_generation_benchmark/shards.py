@@ -14,7 +14,7 @@ from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError
 from text_generation_benchmark.report import Spread, as_dicts, spreads, table

@@ -27,7 +27,7 @@ from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.request import FinishReason, GenerateParameters, Request, TokenOutput
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 MODEL = Path(text_generation_launcher.__file__).parent / "embedded_model"
 TOKENIZER = Tokenizer.load(MODEL, num_workers=1)
@@ -60,7 +60,7 @@ SPECIAL = frozenset(token_id for token_id in range(3) if TOKENIZER.is_special(to
 
 
 def encode(text: str) -> tuple[int, ...]:
-    return asyncio.run(TOKENIZER.token_ids(text, add_special_tokens=False)).ids
+    return tuple(asyncio.run(TOKENIZER.token_ids(text, add_special_tokens=False)))
 
 
 def written(

@@ -21,7 +21,7 @@ from text_generation_router.edge.connection import ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
 from text_generation_router.server import bind, server_config
 from text_generation_router.services import Services, assemble, load_template
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from router.tests.fake_shards import INFO, WARMUP, FakeShards
 from router.tests.scheduling import check_integrity

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from text_generation_router.reranker import Reranker, find_reranker, score
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from router.tests.serving import write_tokenizer
 

@@ -10,7 +10,7 @@ from text_generation_router.errors import AdapterNotFoundError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Grammar, Request
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import (
     GenerateParameters,
     Limits,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 

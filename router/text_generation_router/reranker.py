@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_router.errors import BadRequestError, ValidationError
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """The default instruction."""
@@ -59,13 +59,13 @@ class Reranker:
         before = await tokenizer.token_ids(_BEFORE + _question(query, "", instruction), False)
         behind = await tokenizer.token_ids(_BEHIND, False)
         whole = await tokenizer.token_ids(_BEFORE + _question(query, document, instruction), False)
-        room = most_tokens - len(behind.ids)
-        if room <= len(before.ids):
+        room = most_tokens - len(behind)
+        if room <= len(before):
             raise ValidationError(
                 f"`query` and `instruction` must leave room for a document in {most_tokens} tokens;"
-                f" with the model's own text they have {len(before.ids) + len(behind.ids)}"
+                f" with the model's own text they have {len(before) + len(behind)}"
             )
-        return [*whole.ids[:room], *behind.ids]
+        return [*whole[:room], *behind]
 
 
 def score(logprobs: tuple[float, ...], is_raw: bool) -> float:

@@ -33,7 +33,7 @@ from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.costs import StepCosts, StepDeadlines
 from text_generation_router.state import LOADING, ServerState, State
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
 if TYPE_CHECKING:

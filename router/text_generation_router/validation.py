@@ -14,7 +14,7 @@ from text_generation_router.errors import AdapterNotFoundError, ContextLengthErr
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import TRUNCATE_TO_FIT, GenerateParameters, Request
-from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
+from text_generation_router.text.tokenizer import LONG_TEXT, Tokenizer
 
 __all__ = ["TRUNCATE_TO_FIT", "GenerateParameters", "Limits", "Validation"]
 
@@ -162,12 +162,11 @@ class Validation:
             least = self._tokenizer.least_tokens(asked.inputs)
             if least > limit:
                 self._checked_length(asked, least, is_least=True)
-        tokens = await self._tokenizer.token_ids(
-            asked.inputs, asked.add_special_tokens, asked.truncate or limit
-        )
+        tokens = await self._tokenizer.token_ids(asked.inputs, asked.add_special_tokens)
+        ids = tuple(tokens[-(asked.truncate or limit) :])
         if self._tokenizer.vocab_size > self.limits.vocab_size:
-            self._check_known(tokens.ids)
-        return len(tokens.ids) if asked.truncate else tokens.count, tokens.ids
+            self._check_known(ids)
+        return len(ids) if asked.truncate else len(tokens), ids
 
     def _check_known(self, ids: Sequence[int]) -> None:
         """Refuses ids that only the tokenizer has."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from text_generation_router.api.errors import RequestError
 from text_generation_router.api.openai.completions import first_ids
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 from router.tests.api.openai.test_chat import last_prompt
 from router.tests.chats import CALL, TEMPLATE, serve_chat

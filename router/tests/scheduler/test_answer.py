@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.request import FinishReason, TokenOutput
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from text_generation_router.text.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
 from router.tests.scheduling import make_request
 from router.tests.tiny_tokenizer import make_tokenizer, tiny_tokenizer

@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from text_generation_router.encoding import Encoding
 from text_generation_router.request import Ending
 from text_generation_router.services import Services
+from text_generation_router.text.encoding import Encoding
 
 # Tokens that are written in one go, in less than a millisecond.
 _SLICE = 512

@@ -8,7 +8,7 @@ from text_generation_router.api.answers import float32
 from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
 from text_generation_router.chat.service import ChatStep
 from text_generation_router.request import PrefillOutput, Token
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 # What OpenAI writes for a token that has next to no probability.

@@ -12,7 +12,7 @@ from text_generation_router.request import (
     Token,
     TokenOutput,
 )
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

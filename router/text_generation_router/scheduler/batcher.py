@@ -40,7 +40,7 @@ from text_generation_router.scheduler.shards import (
     NoShardsError,
     StepResult,
 )
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 __all__ = ["Batcher", "SchedulerLimits"]
 

@@ -27,7 +27,7 @@ async def expected(server: Server, document: str, is_raw: bool = False) -> float
     assert isinstance(server.services.reranker, Reranker)
     text = server.services.reranker.prompt(QUERY, document, None)
     tokens = await server.services.tokenizer.token_ids(text, False)
-    yes = -0.01 * tokens.count
+    yes = -0.01 * len(tokens)
     return yes + 1 if is_raw else math.exp(yes) / (math.exp(yes) + math.exp(-1))
 
 

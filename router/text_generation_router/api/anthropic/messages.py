@@ -298,5 +298,5 @@ async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -
     check_model(body.model, services)
     with services.infer.admitted(1, services.options):
         prompt = await services.chat.render(conversation_of(body))
-        tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
-    return json_response({"input_tokens": tokens.count})
+        tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False)
+    return json_response({"input_tokens": len(tokens)})

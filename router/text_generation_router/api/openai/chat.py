@@ -41,10 +41,10 @@ from text_generation_router.chat.parser import (
     ToolCallStart,
 )
 from text_generation_router.chat.service import ChatGeneration, ChatMessage, ChatStep
-from text_generation_router.encoding import Encoding
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.encoding import Encoding
+from text_generation_router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 # Templates of Mistral's models refuse ids of another length or with other characters.

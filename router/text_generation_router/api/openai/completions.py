@@ -36,7 +36,7 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
 PATH = "/v1/completions"
@@ -104,9 +104,8 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Generate
 async def first_ids(tokenizer: Tokenizer) -> Sequence[int]:
     """The tokens that replace an empty prompt: those that the tokenizer puts before every text, or
     the token that starts or ends a sequence. Raises RequestError for a model without any."""
-    tokens = await tokenizer.token_ids("")
-    if tokens.ids:
-        return tokens.ids
+    if tokens := await tokenizer.token_ids(""):
+        return tuple(tokens)
     named = [name for name in (tokenizer.bos_token, tokenizer.eos_token) if name is not None]
     known = tokenizer.special_ids(named)
     for name in named:

@@ -21,7 +21,7 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
 Item = TypeVar("Item")

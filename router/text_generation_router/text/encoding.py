@@ -3,9 +3,10 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-_NUMBER: Final = "I"  # 32 bits: any id, and any offset in a text
+NUMBER: Final = "I"
+"""32 bits: any id, and any offset in a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +19,19 @@ class Encoding:
     lengths: "array[int] | memoryview[int]"
 
     @classmethod
-    def of(cls, made: Any, most: int | None = None) -> "Encoding":
-        """From an `Encoding` of the tokenizers library: always all."""
+    def of(cls, made: Any) -> "Encoding":
+        """From an `Encoding` of the tokenizers library."""
         offsets = made.offsets
         return cls(
-            array(_NUMBER, made.ids),
-            array(_NUMBER, [start for start, _ in offsets]),
-            array(_NUMBER, [stop - start for start, stop in offsets]),
+            array(NUMBER, made.ids),
+            array(NUMBER, [start for start, _ in offsets]),
+            array(NUMBER, [stop - start for start, stop in offsets]),
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Encoding":
         """From `to_bytes` of another process, without a copy."""
-        numbers = memoryview(data).cast(_NUMBER)
+        numbers = memoryview(data).cast(NUMBER)
         num = len(numbers) // 3
         return cls(numbers[:num], numbers[num : 2 * num], numbers[2 * num :])
 
@@ -48,30 +49,3 @@ class Encoding:
     def num_bytes(self) -> int:
         """The size of the arrays."""
         return sum(len(one) * one.itemsize for one in (self.ids, self.starts, self.lengths))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """The number of tokens of a text, and the last of its ids, as many as requested."""
-
-    count: int
-    ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, made: Any, most: int | None) -> "TokenIds":
-        """The last `most` ids, or all, from an `Encoding` of the tokenizers library."""
-        ids = made.ids
-        return cls(len(ids), tuple(ids if most is None else ids[max(0, len(ids) - most) :]))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "TokenIds":
-        """From `to_bytes` of another process."""
-        count, *ids = memoryview(data).cast(_NUMBER)
-        return cls(count, tuple(ids))
-
-    def to_bytes(self) -> bytes:
-        """For another process of this machine."""
-        return array(_NUMBER, [self.count, *self.ids]).tobytes()
-
-
-Made = TypeVar("Made", Encoding, TokenIds)

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.tokenizer import StreamDecoder
+from text_generation_router.text.tokenizer import StreamDecoder
 
 # Pieces of characters of every length, and bytes that are never part of one.
 _PIECES = (b"a", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xf0", b"\x9f\x98", b"\x80", b"\xff")

@@ -1,33 +1,49 @@
-"""Converts text to ids and back, for one model."""
+"""Converts text to ids and back, for one model.
+
+Long texts are tokenized one after the other in a process of its own, which runs `prepare` of this
+module. In the router a long text would take many times its size in memory, and would block all
+threads while Python's lists of its tokens are made and freed.
+"""
 
 import asyncio
 import codecs
+import os
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from text_generation_process.json_file import content_of, read_settings
+from text_generation_process.worker import Worker, WorkerError
 
-from text_generation_router.encoding import Encoding, Made, TokenIds
-from text_generation_router.long_texts import LongTexts
-from text_generation_router.tokenizer_file import read_tokenizer
+from text_generation_router.errors import RouterError
+from text_generation_router.executor import Executor
+from text_generation_router.text.encoding import NUMBER, Encoding
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Up to this many characters a text is encoded on the event loop: a thread would take longer, above
 # all while the event loop is busy (the interpreter's switch interval).
 _SHORT_TEXT = 256
-# Longer texts are encoded by another process, after each other. See `LongTexts`.
+# Longer texts are encoded by another process, after each other.
 LONG_TEXT = 32 * 1024
+# The longest text of a payload takes seconds, far less than this.
+_LONG_TEXT_S = 120.0
+# As in TGI's router: for these classes the settings decide which special tokens are added to a
+# text, not tokenizer.json.
+_CLASSES_WITH_SETTINGS = ("LlamaTokenizer", "LlamaTokenizerFast")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls")]
 
+Made = TypeVar("Made")
+
 
 class Tokenizer:
-    """The tokenizer of the served model; thread-safe, owns its caches and threads.
+    """The tokenizer of the served model; thread-safe, owns its caches, its threads and the
+    process for long texts, which starts with the first one.
 
     Decoding relies on a property of the decoders that language models use (byte level, byte
     fallback, metaspace, WordPiece): after other tokens, a token always stands for the same bytes.
@@ -42,11 +58,12 @@ class Tokenizer:
         path: Path | None = None,
     ) -> None:
         """`path` is the tokenizer's file; without it long texts are encoded in this process."""
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer = _plain(tokenizer)
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
-        self._long_texts = None if path is None else LongTexts(path)
+        # The size of bodies limits the memory of the process.
+        name, argument = "text_generation_router.text.tokenizer", str(path).encode()
+        self._worker = None if path is None else Worker(name, argument, memory_bytes=None)
+        self._long_texts = Executor("long-texts", 1)
         self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
         self.token_bytes: Callable[[int], bytes] = cache(self._token_bytes)
         """The token's text after other tokens, in UTF-8; may be part of a character."""
@@ -78,17 +95,15 @@ class Tokenizer:
         return cls(read_tokenizer(path), read_settings(directory), num_workers, path)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The ids of `text` with their offsets.
+        """The ids of `text` with their offsets. Raises ValueError for text that is not Unicode
+        (lone surrogates), and RouterError if the process for long texts fails."""
+        return await self._encode(
+            text, add_special_tokens, "encoding", Encoding.of, Encoding.from_bytes
+        )
 
-        Raises ValueError for text that is not Unicode (lone surrogates), LongTextError.
-        """
-        return await self._encode(Encoding, text, add_special_tokens, None)
-
-    async def token_ids(
-        self, text: str, add_special_tokens: bool = True, most: int | None = None
-    ) -> TokenIds:
-        """As `encode`, without offsets, and only the last `most` ids."""
-        return await self._encode(TokenIds, text, add_special_tokens, most)
+    async def token_ids(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """As `encode`, without offsets."""
+        return await self._encode(text, add_special_tokens, "ids", _ids_of, _ids_from_bytes)
 
     def least_tokens(self, text: str) -> int:
         """How many tokens the text has at least, if its tokens spell all of it. (A normalizer may
@@ -98,22 +113,35 @@ class Tokenizer:
         return -(-num_bytes // self._longest_token)
 
     def close(self) -> None:
-        """Ends the process for long texts."""
-        if self._long_texts is not None:
-            self._long_texts.close()
+        """Ends the process for long texts, even in the middle of one."""
+        if self._worker is not None:
+            self._worker.close()
+        self._long_texts.close()
 
     async def _encode(
-        self, kind: type[Made], text: str, add_special_tokens: bool, most: int | None
+        self,
+        text: str,
+        add_special_tokens: bool,
+        function: str,
+        of: Callable[[tokenizers.Encoding], Made],
+        from_bytes: Callable[[bytes], Made],
     ) -> Made:
-        """Only short texts are encoded on the event loop; long texts wait for each other."""
-        text.encode()  # raises UnicodeEncodeError, where the library raises TypeError
-        if self._long_texts is not None and len(text) > LONG_TEXT:
-            return await self._long_texts.encode(kind, text, add_special_tokens, most)
+        """What `of` makes of the encoding here, or `from_bytes` of what `function` of the process
+        returns. Only short texts are encoded on the event loop; long texts wait for each other."""
+        data = text.encode()  # raises UnicodeEncodeError, where the library raises TypeError
+        if self._worker is not None and len(text) > LONG_TEXT:
+            argument = bytes([add_special_tokens]) + data
+            try:
+                return from_bytes(
+                    await self._long_texts.run(self._worker.call, function, argument, _LONG_TEXT_S)
+                )
+            except WorkerError as error:
+                raise RouterError("The text could not be tokenized; send a shorter one") from error
 
         def work() -> Made:
             # encode_batch releases the interpreter lock, encode does not.
             [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            return kind.of(made, most)
+            return of(made)
 
         if len(text) <= _SHORT_TEXT:
             return work()
@@ -227,3 +255,86 @@ def _special_ids(tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any]
         known_id = tokenizer.token_to_id(content)
         if known_id is not None:
             yield known_id
+
+
+# ---- Reading a model's tokenizer ----
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file. Raises ValueError, a sentence for the user."""
+    if not path.is_file():
+        raise ValueError(
+            f"The model directory {path.parent} has no tokenizer.json; save the model's "
+            "tokenizer there with `save_pretrained`."
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"The tokenizer {path} cannot be read: {error}") from error
+    if not tokenizer.get_vocab_size():
+        raise ValueError(f"The tokenizer {path} has no tokens; save the model's tokenizer there.")
+    settings = read_settings(path.parent)
+    if settings.get("tokenizer_class") in _CLASSES_WITH_SETTINGS:
+        _add_as_set(tokenizer, settings)
+    return tokenizer
+
+
+def _add_as_set(tokenizer: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Adds the tokens that the settings name to each text, if the tokenizer has them."""
+    adds = {"bos": True, "eos": False}
+    for name in adds:
+        if isinstance(given := settings.get(f"add_{name}_token"), bool):
+            adds[name] = given
+    wanted = [content_of(settings.get(f"{name}_token")) for name, is_on in adds.items() if is_on]
+    ids = {text: None if text is None else tokenizer.token_to_id(text) for text in wanted}
+    if None in ids.values():
+        return
+    begin, end = (wanted[:1] if adds["bos"] else []), (wanted[-1:] if adds["eos"] else [])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*begin, "$A", *end], special_tokens=list(ids.items())
+    )
+
+
+def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same one, which neither cuts texts off nor fills them up."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _ids_of(made: tokenizers.Encoding) -> Sequence[int]:
+    ids: list[int] = made.ids
+    return ids
+
+
+def _ids_from_bytes(data: bytes) -> Sequence[int]:
+    return memoryview(data).cast(NUMBER)
+
+
+# ---- In the process for long texts ----
+
+
+def prepare(argument: bytes) -> "_LongTexts":
+    """`argument` is the path of the tokenizer's file."""
+    return _LongTexts(Path(argument.decode()))
+
+
+class _LongTexts:
+    """Functions of the process: the argument says whether to add special tokens, and the text."""
+
+    def __init__(self, path: Path) -> None:
+        # Lower priority than the router, whose streams must not wait for a long text.
+        os.nice(10)
+        self._tokenizer = _plain(read_tokenizer(path))
+
+    def encoding(self, argument: bytes) -> bytes:
+        """The bytes of an `Encoding`."""
+        return Encoding.of(self._made(argument)).to_bytes()
+
+    def ids(self, argument: bytes) -> bytes:
+        """The ids alone."""
+        return array(NUMBER, self._made(argument).ids).tobytes()
+
+    def _made(self, argument: bytes) -> tokenizers.Encoding:
+        text = argument[1:].decode()
+        return self._tokenizer.encode(text, add_special_tokens=bool(argument[0]))

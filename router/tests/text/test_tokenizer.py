@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.trainers import BpeTrainer

@@ -1,0 +1,1 @@
+"""Text: tokens and back, with long texts in a process of their own."""
