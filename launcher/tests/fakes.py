@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from text_generation_launcher import failures, supervisor
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.log import LogLine
 from text_generation_launcher.process import Command
+from text_generation_process.log import LogLine
 from text_generation_process.option import Mode
 
 Behaviour = Callable[["FakeChild"], None]

@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from text_generation_launcher.log import Log, LogLine, parse_line
+from text_generation_launcher.log import Log, parse_line
+from text_generation_process.log import LogLine
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from text_generation_launcher.log import LogLine
 from text_generation_launcher.process import RECENT_LINES, Command, ManagedProcess, ProcessError
+from text_generation_process.log import LogLine
 
 from launcher.tests.conftest import is_running, wait_until
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_process import defaults
+from text_generation_process.log import LEVELS, normalize_level
 from text_generation_process.option import Child, InvalidOptions, Mode, Values, contradictions
 
 from text_generation_launcher import options
-from text_generation_launcher.log import LEVELS, normalize_level
 from text_generation_launcher.num_shards import count_gpus, find_num_shards
 from text_generation_launcher.process import Command
 

@@ -2,60 +2,19 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 
-from text_generation_process.descriptors import Output
+from text_generation_process.descriptors import STDOUT, Output
+from text_generation_process.log import (
+    LEVELS,
+    OF_REQUEST,
+    LogLine,
+    describe_gap,
+    normalize_level,
+    timestamp_of,
+)
 
 TARGET = "text_generation_launcher"
-STDOUT = 1
-LEVELS = ("DEBUG", "INFO", "WARN", "ERROR")
-# Fields that name a request, and their names in a line of text.
-_OF_REQUEST = {"route": "route", "request_id": "id", "trace_id": "trace"}
-_SPELLINGS = {"TRACE": "DEBUG", "WARNING": "WARN", "SUCCESS": "INFO", "CRITICAL": "ERROR"}
-
-
-def now() -> str:
-    """The time in the format of every process: UTC, microseconds, `Z`."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One line of the log, of the launcher or of a child."""
-
-    level: str
-    target: str
-    message: str
-    timestamp: str = field(default_factory=now)
-    rank: int | None = None
-    """The shard that logged it, if there are several."""
-    of_request: tuple[tuple[str, str], ...] = ()
-    """The request that it is about, if any: fields of its record."""
-
-    def format(self, json_output: bool) -> str:
-        """The line as it is printed, without its line feed."""
-        if not json_output:
-            rank = "" if self.rank is None else f" rank={self.rank}"
-            request = "".join(f" {_OF_REQUEST[name]}={value}" for name, value in self.of_request)
-            return f"{self.timestamp} {self.level:>5} {self.target}{rank}: {self.message}{request}"
-        record: dict[str, object] = {
-            "timestamp": self.timestamp,
-            "level": self.level,
-            "target": self.target,
-            "message": self.message,
-            **dict(self.of_request),
-        }
-        if self.rank is not None:
-            record["rank"] = self.rank
-        return json.dumps(record, ensure_ascii=False)
-
-
-def normalize_level(level: str) -> str | None:
-    """One of LEVELS for any usual spelling of it, or None."""
-    level = level.upper()
-    level = _SPELLINGS.get(level, level)
-    return level if level in LEVELS else None
 
 
 def parse_line(text: str, target: str) -> LogLine | Mapping[str, object]:
@@ -71,12 +30,13 @@ def parse_line(text: str, target: str) -> LogLine | Mapping[str, object]:
         return LogLine("INFO", target, text)
     if "message" not in record or "level" not in record:
         return record
+    given = {name: str(value) for name, value in record.items()}
     return LogLine(
-        level=normalize_level(str(record["level"])) or "INFO",
-        target=str(record.get("target", target)),
-        message=str(record["message"]),
-        timestamp=str(record.get("timestamp", now())),
-        of_request=tuple((name, str(record[name])) for name in _OF_REQUEST if name in record),
+        level=normalize_level(given["level"]) or "INFO",
+        target=given.get("target", target),
+        message=given["message"],
+        of_request={name: given[name] for name in OF_REQUEST if name in given},
+        timestamp=given.get("timestamp") or timestamp_of(),
     )
 
 
@@ -88,7 +48,7 @@ class Log:
     def __init__(self, level: str, json_output: bool) -> None:
         self._rank = LEVELS.index(level)
         self._json_output = json_output
-        self._output = Output(STDOUT, self._describe_gap)
+        self._output = Output(STDOUT, partial(describe_gap, TARGET, json_output))
 
     def write(self, line: LogLine) -> None:
         """Prints a line of a child, which has already filtered by level."""
@@ -103,11 +63,6 @@ class Log:
     def close(self) -> None:
         """Waits up to a second for the reader of the last lines."""
         self._output.flush()
-
-    def _describe_gap(self, num_lines: int) -> str:
-        lines = "1 line was" if num_lines == 1 else f"{num_lines} lines were"
-        message = f"{lines} dropped here, because the log was not read"
-        return LogLine("WARN", TARGET, message).format(self._json_output)
 
     def _log(self, level: str, message: str) -> None:
         if LEVELS.index(level) >= self._rank:

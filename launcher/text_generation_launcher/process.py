@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from text_generation_process.log import LogLine
 from text_generation_process.worker import end_with_parent
 
-from text_generation_launcher.log import LogLine, parse_line
+from text_generation_launcher.log import parse_line
 
 RECENT_LINES = 20
 MAX_LINE_BYTES = 1 << 20

@@ -1,19 +1,14 @@
-"""The descriptors of a process: output and log lines, which never wait for their reader; their
-maximum number."""
+"""The descriptors of a process: output, which never waits for its reader; their maximum number."""
 
-import atexit
 import io
-import logging
 import os
 import resource
 import select
 import stat
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 STDOUT, STDERR = 1, 2
 
@@ -155,27 +150,6 @@ class LineStream(io.TextIOBase):
         return self._descriptor
 
 
-def send_to_output(level: str, formatter: logging.Formatter, target: str) -> Output:
-    """Sends records of `level` and above, also those of libraries, to standard output. `print` and
-    tracebacks go through an `Output`, too, except standard error on a terminal, which may have
-    progress bars.
-
-    The returned Output may drop lines; a line of `target` then has their number.
-    """
-    fill_standard_descriptors()
-    describe = partial(_describe_gap, formatter, target)
-    output = Output(STDOUT, describe)
-    handler = logging.StreamHandler(LineStream(output, STDOUT))
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    sys.stdout = LineStream(output, STDOUT)
-    atexit.register(sys.stdout.finish)
-    if not os.isatty(STDERR):
-        sys.stderr = LineStream(Output(STDERR, describe), STDERR)
-        atexit.register(sys.stderr.finish)
-    return output
-
-
 def fill_standard_descriptors() -> None:
     """Opens the null device for a closed standard stream. Otherwise a pipe or socket could get its
     number, and log lines would be written to it."""
@@ -220,10 +194,3 @@ def _can_take(descriptor: int) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     return bool(poller.poll(0))
-
-
-def _describe_gap(formatter: logging.Formatter, target: str, num_lines: int) -> str:
-    what = "lines dropped here, because the log was not read: %d"
-    return formatter.format(
-        logging.LogRecord(target, logging.WARNING, "", 0, what, (num_lines,), None)
-    )

@@ -6,7 +6,8 @@ import re
 import sys
 
 import pytest
-from text_generation_router.logs import LineFormatter, configure_logs
+from text_generation_process.log import LineFormatter
+from text_generation_router.logs import configure_logs
 
 
 def test_text(capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.keys import Keys
-from text_generation_router.request_id import TRACE
+from text_generation_router.logs import TRACE
 from text_generation_router.services import Services
 from text_generation_router.state import ServerState, State
 

@@ -1,52 +1,78 @@
-"""Log lines of the router on standard output, as text or as one JSON object per line."""
+"""Log lines of the router, and the request that a line is about: its id is in the headers of its
+answer, too."""
 
 import logging
-from datetime import UTC, datetime
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import NamedTuple
+from urllib.parse import quote
+from uuid import uuid4
 
-import orjson
-from text_generation_process.descriptors import Output, send_to_output
+from starlette.types import Message, Scope, Send
+from text_generation_process.descriptors import Output
+from text_generation_process.log import LineFormatter, send_to_output
 
-from text_generation_router.request_id import current
+# A client's own id is used if it is safe in a header and a log line.
+_GOOD = re.compile(rb"[\w.:-]{1,128}")
+_HEADER = b"x-request-id"
+_SHOWN_PATH = 128
+TRACE = "text_generation_router.trace"
+"""The scope's key of the request's `RequestTrace`, if it has one."""
+# Anthropic's clients read another header. They always send their version.
+_ANTHROPIC_PATH, _ANTHROPIC_HEADER = "/v1/messages", b"request-id"
+_ANTHROPIC_VERSION = b"anthropic-version"
 
-_SHORT_LEVELS = {"WARNING": "WARN"}
+
+class RequestName(NamedTuple):
+    """The fields of a request in log lines."""
+
+    route: str
+    request_id: str
+    trace_id: str = ""
 
 
-class LineFormatter(logging.Formatter):
-    """`2026-11-21T09:45:49.123456Z  INFO text_generation_router: message`, or the same as JSON; a
-    request's line also has its route, id and trace id."""
+_CURRENT: ContextVar[RequestName | None] = ContextVar("request", default=None)
 
-    def __init__(self, json_output: bool) -> None:
-        super().__init__()
-        self._json_output = json_output
 
-    def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, UTC)
-        timestamp = moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-        level = _SHORT_LEVELS.get(record.levelname, record.levelname)
-        message = record.getMessage()
-        if record.exc_info:
-            message = f"{message.rstrip()}\n{self.formatException(record.exc_info)}"
-        request = current()
-        if not self._json_output:
-            name = "" if request is None else f" route={request.route} id={request.request_id}"
-            if request is not None and request.trace_id:
-                name += f" trace={request.trace_id}"
-            return f"{timestamp} {level:>5} {record.name}: {message}{name}"
-        line = {"timestamp": timestamp, "level": level, "target": record.name, "message": message}
-        if request is not None:
-            line |= {"route": request.route, "request_id": request.request_id}
-            if request.trace_id:
-                line["trace_id"] = request.trace_id
-        try:
-            return orjson.dumps(line).decode()
-        except TypeError:  # file names may be invalid Unicode
-            line["message"] = message.encode("utf-8", "backslashreplace").decode()
-            return orjson.dumps(line).decode()
+def current() -> RequestName | None:
+    """The request that this task serves, if any."""
+    return _CURRENT.get()
+
+
+def request_fields() -> Mapping[str, str]:
+    """What a log line of this task tells of its request."""
+    request = current()
+    if request is None:
+        return {}
+    return {name: value for name, value in request._asdict().items() if value}
+
+
+def named(scope: Scope, send: Send) -> Send:
+    """A `send` that adds the request's id to the headers. Makes it the task's current request."""
+    sent = dict(scope["headers"])
+    given = sent.get(_HEADER, b"")
+    request_id = given if _GOOD.fullmatch(given) else uuid4().hex.encode()
+    # Quoted, so that it is one line.
+    path, trace = quote(scope["path"][:_SHOWN_PATH]), scope.get(TRACE)
+    trace_id = "" if trace is None else trace.trace_id
+    _CURRENT.set(RequestName(path, request_id.decode(), trace_id))
+    headers = [(_HEADER, request_id)]
+    if scope["path"].startswith(_ANTHROPIC_PATH) or _ANTHROPIC_VERSION in sent:
+        headers.append((_ANTHROPIC_HEADER, request_id))
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return send_named
 
 
 def configure_logs(level: str, json_output: bool) -> Output:
     """Sends every log line of this process to standard output; see `send_to_output`."""
-    output = send_to_output(level, LineFormatter(json_output), "text_generation_router")
+    formatter = LineFormatter(json_output, request_fields)
+    output = send_to_output(level, formatter, "text_generation_router")
     # uvicorn logs its start at INFO and failures from WARNING on.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     for handler in logging.getLogger().handlers:

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.errors import DeadlineError, ValidationError
-from text_generation_router.request_id import TRACE
+from text_generation_router.logs import TRACE
 
 if TYPE_CHECKING:
     from text_generation_router.tracing.requests import RequestTrace

@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from text_generation_process.defaults import LOGGER_LEVEL
-from text_generation_process.descriptors import Output, raise_file_limit, send_to_output
+from text_generation_process.descriptors import Output, raise_file_limit
+from text_generation_process.log import LineFormatter, send_to_output
 from text_generation_process.option import add_flags
 
 from text_generation_shard.config import ShardConfig
@@ -20,34 +20,13 @@ from text_generation_shard.errors import OTHER_RANK_FAILED, RankError
 logger = logging.getLogger(__name__)
 
 
-class _LineFormatter(logging.Formatter):
-    def __init__(self, json_output: bool) -> None:
-        super().__init__()
-        self._json_output = json_output
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        message = record.getMessage()
-        if record.exc_info:
-            message = f"{message}\n{self.formatException(record.exc_info)}"
-        target = record.name.partition(".")[0]
-        if self._json_output:
-            line = {"timestamp": moment, "level": record.levelname, "target": target}
-            return json.dumps({**line, "message": message})
-        return f"{moment} {record.levelname:>5} {target}: {message}"
-
-
-def set_up_logs(level: str, json_output: bool) -> Output:
-    """Send records of `level` and above to standard output; see `send_to_output`."""
-    return send_to_output(level, _LineFormatter(json_output), "text_generation_shard")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Errors that the user can fix are one ERROR line and exit code 1; the failure
     of another shard is one ERROR line and exit code 3."""
     arguments = build_parser().parse_args(argv)
     raise_file_limit()
-    output = set_up_logs(arguments.logger_level, arguments.json_output)
+    formatter = LineFormatter(arguments.json_output, names_package=True)
+    output = send_to_output(arguments.logger_level, formatter, "text_generation_shard")
     try:
         if arguments.command == "serve":
             return _serve(arguments)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from text_generation_process.log import LineFormatter
 from text_generation_router.api.tgi import info
 from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
-from text_generation_router.logs import LineFormatter
+from text_generation_router.logs import request_fields
 from text_generation_router.scheduler.batcher import Batcher
 
 from router.tests.serving import Server, assemble_scripted, serve
@@ -29,7 +30,7 @@ async def test_every_answer_has_an_id(
     server: Server, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    caplog.handler.setFormatter(LineFormatter(json_output=False))
+    caplog.handler.setFormatter(LineFormatter(False, request_fields))
     method = "GET" if path == "/info" else "POST"
 
     async def id_of(given: str | None = None) -> str:

@@ -26,7 +26,7 @@ from text_generation_router.errors import (
     RouterError,
     ValidationError,
 )
-from text_generation_router.request_id import current
+from text_generation_router.logs import current
 
 Json = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]

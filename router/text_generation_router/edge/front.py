@@ -5,7 +5,7 @@ from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from text_generation_router.request_id import named
+from text_generation_router.logs import named
 from text_generation_router.request_options import ARRIVAL
 
 # Reading and validating a request blocks the event loop; hundreds in one turn would stop every
