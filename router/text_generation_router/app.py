@@ -18,7 +18,7 @@ from text_generation_router.api import models
 from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.errors import respond
-from text_generation_router.api.openai import chat, completions, embeddings, rerank
+from text_generation_router.api.openai import chat, completions, reading
 from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
 from text_generation_router.api.routes import docs_behind_key
@@ -47,8 +47,8 @@ ROUTERS = (
     completions.router,
     chat.router,
     models.router,
-    embeddings.router,
-    rerank.router,
+    reading.embeddings_router,
+    reading.router,
     responses.router,
     messages.router,
     chat.tokenize_router,

@@ -98,8 +98,13 @@ class PieceResponse(StreamingResponse):
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Iterable[bytes], held: AbstractContextManager[None]) -> None:
-        super().__init__(_in_turns(pieces))
+    def __init__(
+        self,
+        pieces: Iterable[bytes],
+        held: AbstractContextManager[None],
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        super().__init__(_in_turns(pieces), headers=headers)
         self._held = held
         held.__enter__()
 
@@ -109,6 +114,21 @@ class PieceResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._held.__exit__(None, None, None)
+
+
+def in_pieces(
+    pieces: Iterable[bytes],
+    services: Services,
+    *,
+    is_short: bool,
+    num_bytes: int,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An answer of JSON, in pieces, which hold `num_bytes`; a short one at once, with its length.
+    Raises OverloadedError where too many clients have not read theirs."""
+    if is_short:
+        return Response(b"".join(pieces), media_type="application/json", headers=headers)
+    return PieceResponse(pieces, services.long_answers.taken(num_bytes), headers)
 
 
 async def _in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -129,12 +149,10 @@ class TokenizedToken(BaseModel):
 def token_answer(
     text: str, encoding: Encoding, pieces: Iterator[bytes], services: Services
 ) -> Response:
-    """The answer in pieces, or at once if it is short. Raises OverloadedError where too many
-    clients have not read theirs."""
-    if len(encoding.ids) <= _MOST_AT_ONCE:
-        return Response(b"".join(pieces), media_type="application/json")
-    held = services.long_answers.taken(encoding.num_bytes + len(text))
-    return PieceResponse(pieces, held)
+    """See `in_pieces`, which raises OverloadedError."""
+    num = len(encoding.ids)
+    num_bytes = encoding.num_bytes + len(text)
+    return in_pieces(pieces, services, is_short=num <= _MOST_AT_ONCE, num_bytes=num_bytes)
 
 
 def render_tokens(text: str, encoding: Encoding) -> Iterator[bytes]:
