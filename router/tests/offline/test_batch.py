@@ -19,7 +19,7 @@ from text_generation_router.offline.batch import (
     read_request,
     response_line,
 )
-from text_generation_router.offline.progress import Tally
+from text_generation_router.offline.bulk import Tally
 
 from router.tests.serving import assemble_scripted
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from text_generation_router.offline import SamplingParams, progress
-from text_generation_router.offline.bulk import Job, run_jobs
-from text_generation_router.offline.progress import Tally
+from text_generation_router.offline import SamplingParams
+from text_generation_router.offline import bulk as bulk_module
+from text_generation_router.offline.bulk import Job, Tally, run_jobs
 
 from router.tests.scheduling import check_integrity
 from router.tests.serving import assemble_scripted
@@ -72,7 +72,7 @@ async def test_cancelling_ends_all(tmp_path):
 
 def test_the_rate_counts_the_tokens_of_this_run(monkeypatch):
     tally = Tally(100, done=50, started=0.0)
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: 10.0)
+    monkeypatch.setattr(bulk_module.time, "perf_counter", lambda: 10.0)
     assert tally.rate == "0 tokens/s"
     tally.tokens, tally.failed = 12_340, 2
     assert tally.rate == "1,234 tokens/s, 2 failed"

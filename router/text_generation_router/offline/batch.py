@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -28,16 +27,15 @@ from text_generation_process.option import add_flags
 
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
+from text_generation_router.infer import gather_or_cancel
 from text_generation_router.logs import configure_logs
-from text_generation_router.offline.progress import Tally, bar
+from text_generation_router.offline.bulk import WINDOW, Tally, bar
 from text_generation_router.services import Services, StartError, start
 
 SOME_FAILED = 3
 _LOG_EVERY_S = 10.0
 # No request is refused because the queue is full.
 _NO_LIMIT = 2**31 - 1
-# Requests in flight per row of the batch, so that a free row never waits for the next one.
-_WINDOW = 2
 # Results that wait for an earlier one, so that a long answer does not block the next requests.
 _MAX_HELD = 16_384
 
@@ -207,35 +205,31 @@ class Batch:
         self._source = source
         self._results = results
         self._custom_ids = set(results.custom_ids)
-        # In the order of the input, from the first one without a result.
-        self._held: deque[asyncio.Task[bytes]] = deque()
-        self._running: set[asyncio.Task[bytes]] = set()
+        self._num_written = len(results.custom_ids)
+        # Results that wait for an earlier one, by their place in the input.
+        self._held: dict[int, bytes] = {}
+        self._room = asyncio.Semaphore(_MAX_HELD)
 
     async def run(self, tally: Tally) -> None:
         """Returns when every line has its result. Raises BatchError if the shards are lost."""
-        window = _WINDOW * self._services.config.batch_rows
-        lines = islice(read_lines(self._source), len(self._results.custom_ids), None)
-        try:
-            for line in lines:
-                task = asyncio.create_task(self._answer(line, tally))
-                self._held.append(task)
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-                while len(self._running) >= window or len(self._held) >= _MAX_HELD:
-                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                    self._write_ready()
-            while self._held:
-                await asyncio.wait({self._held[0]})
+        lines = enumerate(read_lines(self._source))
+        rest = islice(lines, self._num_written, None)
+
+        async def work() -> None:
+            for place, line in rest:
+                await self._room.acquire()
+                self._held[place] = await self._answer(line, tally)
                 self._write_ready()
-        finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._held, return_exceptions=True)
+
+        window = WINDOW * self._services.config.batch_rows
+        await gather_or_cancel(work() for _ in range(window))
 
     def _write_ready(self) -> None:
         """Appends the results that are next in order."""
-        while self._held and self._held[0].done():
-            self._results.append(self._held.popleft().result())
+        while (result := self._held.pop(self._num_written, None)) is not None:
+            self._results.append(result)
+            self._num_written += 1
+            self._room.release()
 
     async def _answer(self, line: bytes, tally: Tally) -> bytes:
         """The result of one line. Raises BatchError if the shards are lost."""

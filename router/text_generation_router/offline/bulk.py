@@ -1,22 +1,25 @@
-"""Runs many prompts, a window of them at a time, and gives their results."""
+"""Runs many prompts, a window of them at a time, and gives their results and their progress."""
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatService, ToolCall
 from text_generation_router.errors import RouterError, ValidationError
-from text_generation_router.infer import Infer
-from text_generation_router.offline.progress import Tally
+from text_generation_router.infer import Infer, gather_or_cancel
 from text_generation_router.request import Ending, FinishReason, Token
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
-# Prompts in flight per row of the batch: the next one is tokenized before a row becomes free, and a
-# million prompts do not become a million tasks.
-_WINDOW = 2
+WINDOW = 2
+"""Prompts in flight per row of the batch: the next one is tokenized before a row becomes free, and
+a million prompts do not become a million tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,52 @@ class Job:
     n: int = 1
 
 
+@dataclass(slots=True)
+class Tally:
+    """Counters of one run. Its event loop changes them; any thread may read them."""
+
+    total: int
+    """Requests, including those of an earlier run."""
+    done: int = 0
+    """Requests that have ended, including failed ones and those of an earlier run."""
+    failed: int = 0
+    tokens: int = 0
+    """Generated in this run."""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def rate(self) -> str:
+        """The speed over the whole run, and how many requests have failed."""
+        elapsed_s = max(time.perf_counter() - self.started, 1e-9)
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        return f"{self.tokens / elapsed_s:,.0f} tokens/s{failed}"
+
+
+class _Bar(Progress):
+    """Shows a tally whenever its own thread draws."""
+
+    def __init__(self, tally: Tally, console: Console) -> None:
+        self._tally = tally
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        rate = TextColumn("{task.fields[tally].rate}")
+        is_drawn = console.is_terminal or console.is_jupyter
+        super().__init__(*columns, rate, console=console, disable=not is_drawn)
+        self.add_task("requests", total=tally.total, tally=tally)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar with the present counts."""
+        for task in self.task_ids:
+            self.update(task, completed=self._tally.done)
+        return super().get_renderables()
+
+
+@contextmanager
+def bar(tally: Tally, file: TextIO) -> Iterator[bool]:
+    """A bar during the block, on terminals and in notebooks; yields whether there is one."""
+    with _Bar(tally, Console(file=file)) as progress:
+        yield not progress.disable
+
+
 async def run_jobs(services: Services, jobs: Sequence[Job], tally: Tally) -> list[RequestOutput]:
     """The result of each job, in order; a job's failure is the error of its result. Runs in the
     event loop of the services, whose batcher must be running. Cancelling this ends all jobs."""
@@ -90,10 +139,8 @@ async def run_jobs(services: Services, jobs: Sequence[Job], tally: Tally) -> lis
         for place, job in pending:
             results[place] = await _run_one(services, job, tally)
 
-    window = _WINDOW * services.config.batch_rows
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(window, len(jobs))):
-            group.create_task(work())
+    window = WINDOW * services.config.batch_rows
+    await gather_or_cancel(work() for _ in range(min(window, len(jobs))))
     return [results[place] for place in range(len(jobs))]
 
 

@@ -1,44 +1,63 @@
 """`LLM`: a model in Python, with the server's scheduler and shards but without HTTP."""
 
+import asyncio
 import ctypes
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, asynccontextmanager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import uvloop
+from anyio.from_thread import start_blocking_portal
 from pydantic import TypeAdapter, ValidationError
+from text_generation_process.flags import OPTIONS
+from text_generation_process.option import Child, Mode
 
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import MessageBody, ToolBody, to_messages
-from text_generation_router.offline.bulk import Job, RequestOutput, run_jobs
-from text_generation_router.offline.progress import Tally, bar
+from text_generation_router.config import RouterConfig
+from text_generation_router.offline.bulk import Job, RequestOutput, Tally, bar, run_jobs
 from text_generation_router.offline.sampling import SamplingParams, complaint
-from text_generation_router.offline.session import (
-    OptionValue,
-    router_config,
-    running_services,
-    sort_options,
+from text_generation_router.offline.shards_process import (
+    ShardsAddress,
+    ShardsProcess,
+    ShardsProcessError,
 )
-from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
 from text_generation_router.pooling import vector_of
-from text_generation_router.services import Services, StartError
+from text_generation_router.services import Services, StartError, start
 from text_generation_router.validation import GenerateParameters
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation in OpenAI's form: `[{"role": "user", "content": "…"}]`."""
+OptionValue = str | int | float | bool | Path | None
 
 _T = TypeVar("_T")
 _CLOSED_MEANWHILE = "the LLM was closed while it was generating"
 _MESSAGES = TypeAdapter(list[MessageBody])
 _TOOLS = TypeAdapter(list[ToolBody])
+# Options of a batch file that an `LLM` does not have: it has no files and no clients.
+_NOT_OFFLINE = frozenset(
+    {
+        *("input", "output", "env", "json_output", "shard_uds_path", "max_input_length"),
+        *("payload_limit", "served_model_name", "any_model_name", "max_best_of"),
+        *("max_concurrent_requests", "max_client_batch_size"),
+    }
+)
+# No limits that protect a server from its clients.
+_NO_LIMIT = 2**31 - 1
+_OFFLINE_LIMITS = {"max_stop_sequences": _NO_LIMIT, "max_top_n_tokens": 100}
+
+# The results have the errors: they are logged only if the user configures logging.
+logging.getLogger("text_generation_router.infer").addHandler(logging.NullHandler())
 
 
 class LLMError(Exception):
@@ -67,8 +86,12 @@ class LLM:
             self._process = stack.enter_context(closing(ShardsProcess(shard_flags)))
             try:
                 address = self._process.wait_until_ready()
-                running = running_services(router_config(router_options, address))
-                self._portal, self._started = stack.enter_context(running)
+                config = router_config(router_options, address)
+                # A thread with an event loop: the caller may have one of its own, as notebooks do.
+                loop = {"loop_factory": uvloop.new_event_loop}
+                self._portal = stack.enter_context(start_blocking_portal("asyncio", loop))
+                services = self._portal.wrap_async_context_manager(_serve(config))
+                self._started = stack.enter_context(services)
             except (ShardsProcessError, StartError) as error:
                 raise LLMError(str(error)) from error
             self.model_id = address.model_id
@@ -244,3 +267,67 @@ def _checked(adapter: TypeAdapter[list[Any]], given: list[Any], name: str) -> li
         return adapter.validate_python(given)
     except ValidationError as error:
         raise ValueError(complaint(error, name)) from None
+
+
+def sort_options(
+    model: str | Path | None, given: Mapping[str, OptionValue]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The flags for `text-generation-launcher shards`, which validates them, and the fields of
+    RouterConfig. None means "not given". The launcher's table of flags says who gets an option.
+
+    Raises TypeError for an unknown option, ValueError for one that has no effect without HTTP or
+    has an invalid value.
+    """
+    options = {option.name.replace("-", "_"): option for option in OPTIONS}
+    known = {name for name, one in options.items() if one.applies_in(Mode.BATCH)} - _NOT_OFFLINE
+    shard_flags: list[str] = []
+    router: dict[str, Any] = {}
+    for name, value in {"model_id": model, **given}.items():
+        if name not in options:
+            raise TypeError(f"LLM has no option `{name}`; see `help(LLM)`")
+        if value is None:
+            continue
+        if name not in known:
+            raise ValueError(f"`{name}` is an option of the server; remove it")
+        option = options[name]
+        if Child.ROUTER in option.to:
+            router[name] = str(value) if isinstance(value, Path) else value
+        if option.to == (Child.ROUTER,):
+            continue
+        if option.switch and isinstance(value, bool):
+            shard_flags += [option.flag] * value
+        else:
+            written = str(value).lower() if isinstance(value, bool) else value
+            shard_flags.append(f"{option.flag}={written}")
+    router_config(router, ShardsAddress("", "", ""))  # validates before the model is loaded
+    return tuple(shard_flags), router
+
+
+def router_config(options: Mapping[str, Any], address: ShardsAddress) -> RouterConfig:
+    """The configuration of the router's part. Raises ValueError."""
+    rows = {"max_batch_size": RouterConfig(tokenizer_name="").batch_rows}
+    return RouterConfig(
+        tokenizer_name=address.model_path,
+        model_id=address.model_id,
+        master_shard_uds_path=address.master_shard_uds_path,
+        max_concurrent_requests=_NO_LIMIT,
+        **{**_OFFLINE_LIMITS, **rows, **options},
+    )
+
+
+@asynccontextmanager
+async def _serve(config: RouterConfig) -> AsyncIterator[Services]:
+    """The services of one model. At the end, running requests end with an error. Raises
+    StartError."""
+    asyncio.get_running_loop().set_exception_handler(_ignore_other_loops)
+    async with start(config) as services, services.batcher.running():
+        yield services
+
+
+def _ignore_other_loops(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports errors except a harmless one: an event of gRPC wakes up every loop that uses gRPC,
+    and all but one find its socket empty."""
+    handle = repr(context.get("handle", "")) + str(context.get("message", ""))
+    is_noise = isinstance(context.get("exception"), BlockingIOError)
+    if not (is_noise and "PollerCompletionQueue" in handle):
+        loop.default_exception_handler(context)

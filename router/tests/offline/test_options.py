@@ -8,8 +8,8 @@ import pytest
 from text_generation_launcher.options import read_options
 from text_generation_process.option import Mode
 from text_generation_router.config import RouterConfig
-from text_generation_router.offline import session
-from text_generation_router.offline.session import router_config, sort_options
+from text_generation_router.offline import llm
+from text_generation_router.offline.llm import router_config, sort_options
 from text_generation_router.offline.shards_process import ShardsAddress
 
 CONFIG = RouterConfig(tokenizer_name="unused")
@@ -80,9 +80,9 @@ def test_only_the_known_noise_of_grpc_is_ignored(caplog):
     empty = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
     noise = {"message": "Exception in callback PollerCompletionQueue._handle_events()"}
     loop = asyncio.new_event_loop()
-    session._ignore_other_loops(loop, noise | {"exception": empty})
+    llm._ignore_other_loops(loop, noise | {"exception": empty})
     assert caplog.records == []
-    session._ignore_other_loops(loop, noise | {"exception": ValueError()})
-    session._ignore_other_loops(loop, {"message": "something else", "exception": empty})
+    llm._ignore_other_loops(loop, noise | {"exception": ValueError()})
+    llm._ignore_other_loops(loop, {"message": "something else", "exception": empty})
     assert len(caplog.records) == 2
     loop.close()
