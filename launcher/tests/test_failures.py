@@ -44,7 +44,7 @@ def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
     monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: clock.now))
     log = FakeLog()
     shards = [Child(rank) for rank in range(num_shards)]
-    died = diagnose(shards, Child(ROUTER), wait, log, was_ready=False)  # type: ignore[arg-type]
+    died = diagnose(shards, [Child(ROUTER)], wait, log, was_ready=False)  # type: ignore[arg-type]
     return str(died), log.lines, clock.now
 
 

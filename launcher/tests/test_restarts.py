@@ -2,6 +2,8 @@
 
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from text_generation_launcher.config import create_config
@@ -13,26 +15,32 @@ from launcher.tests.fakes import FakeChild, FakeLog, World
 
 
 class FakeFamily:
-    """Two parts; a test sets which has ended."""
+    """Two parts that serve since the time 0; a test sets which has ended."""
 
     def __init__(self, first_start_s: float = 0.0) -> None:
-        self.ended: set[str] = set()
         self.started: list[tuple[str, int]] = []
         self.is_ready = False
         self.log = FakeLog()
-        parts = self.part("shard 0"), self.part("the router")
-        self.restarts = Restarts(parts, lambda: self.is_ready, self.log, first_start_s)  # type: ignore[arg-type]
+        self.parts = {name: self.part(name) for name in ("shard 0", "the router")}
+        parts = tuple(self.parts.values())
+        announce = self.started.clear
+        self.restarts = Restarts(parts, lambda: self.is_ready, announce, self.log, True)  # type: ignore[arg-type]
+        self.restarts.bring_back(-first_start_s)
+        self.is_ready = True
+        self.restarts.bring_back(0.0)
+        self.is_ready = False
 
     def part(self, name: str) -> Part:
-        return Part(
-            f"{name} is",
-            has_ended=lambda: name in self.ended,
-            end=lambda: self.ended.discard(name),
-            start=lambda total: self.started.append((name, total)),
-        )
+        def start(total: int) -> list[Any]:
+            self.started.append((name, total))
+            return [SimpleNamespace(name=name, is_alive=True, kill=lambda: None)]
+
+        return Part(start, clear=lambda: None)
 
     def die(self, now: float, *names: str) -> None:
-        self.ended |= set(names)
+        for name in names:
+            for child in self.parts[name].children:
+                child.is_alive = False  # type: ignore[misc]
         self.restarts.take_away(ChildDied(f"{names[0]} died", "it died"), now)
 
 

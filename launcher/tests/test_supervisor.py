@@ -156,11 +156,11 @@ def test_the_log_says_what_is_waited_for(world: World):
         )
     told: list[int] = []
 
-    def keep_pipe(child: FakeChild) -> None:
-        [given] = [one for one in child.command.argv if one.startswith("--progress-fd=")]
+    def keep_end(child: FakeChild) -> None:
+        [given] = [one for one in child.command.argv if one.startswith("--launcher-fd=")]
         told.append(os.dup(int(given.partition("=")[2])))
 
-    world.behaviours["the router"] = keep_pipe
+    world.behaviours["the router"] = keep_end
     world.stop(7.0)
     assert world.run(num_shards=3) == 0
     assert b"shard 0: loading weights: 40 of 80 tensors" in os.read(told[0], 4096)

@@ -59,7 +59,7 @@ def death_of(child: ManagedProcess) -> ChildDied:
 
 def diagnose(
     shards: Sequence[ManagedProcess],
-    router: ManagedProcess | None,
+    router: Sequence[ManagedProcess],
     wait: Callable[[float], None],
     log: Log,
     was_ready: bool,
@@ -70,12 +70,12 @@ def diagnose(
     """
 
     def gave_up(child: ManagedProcess) -> bool:
-        return child is not router and len(shards) > 1 and child.returncode == GAVE_UP
+        return child in shards and len(shards) > 1 and child.returncode == GAVE_UP
 
     def order(child: ManagedProcess) -> int:
         """A lower one can be the cause of a higher one: killed by a signal that the launcher did
         not send, failed by itself, exit code 0, gave up; the router ends when it lost a shard."""
-        if child is router:
+        if child in router:
             return 4
         code = child.returncode or 0
         return 0 if code < 0 else 2 if code == 0 else 3 if gave_up(child) else 1
@@ -84,10 +84,10 @@ def diagnose(
     """In the order in which they were noticed; of those noticed at once by rank."""
     began = time.monotonic()
     while True:
-        children = (*shards, *([router] if router else []))
+        children = (*shards, *router)
         ended += [child for child in children if child not in ended and not child.is_alive]
         first = min(ended, key=order)
-        may_follow = first is router or (len(shards) > 1 and order(first) > 0)
+        may_follow = first in router or (len(shards) > 1 and order(first) > 0)
         most_s = FAILING_S if any(s.is_alive and s.is_failing for s in shards) else CAUSE_S
         remaining_s = began + most_s - time.monotonic()
         if all(not shard.is_alive for shard in shards) or remaining_s <= 0 or not may_follow:
@@ -101,7 +101,7 @@ def diagnose(
         if words[child] != words[first]:  # ranks that report the same error are logged once
             log.info(with_words(how_it_ended(child, was_ready, gave_up(child)), words[child]))
     # The cause may be a shard that is stopped, and has not ended.
-    cause = describe_stopped(shards) if first is router or gave_up(first) else ""
+    cause = describe_stopped(shards) if first in router or gave_up(first) else ""
     how = how_it_ended(first, was_ready, gave_up(first))
     return ChildDied(with_words(how, words[first]) + cause, how + cause)
 

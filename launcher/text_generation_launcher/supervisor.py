@@ -13,7 +13,7 @@ launcher, and ChildDied when a child that should run has ended.
 import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -31,8 +31,6 @@ from text_generation_launcher.failures import (
     grouped,
 )
 from text_generation_launcher.log import Log
-from text_generation_launcher.pipes import TOLD, RouterPipes
-from text_generation_launcher.probe import how_to_ask, is_healthy
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -41,6 +39,7 @@ from text_generation_launcher.process import (
     reap_orphans,
 )
 from text_generation_launcher.restarts import Part, Restarts
+from text_generation_launcher.router_link import TOLD, RouterLink, how_to_ask, is_healthy
 from text_generation_launcher.sockets import Addresses, SocketClaim
 
 STARTUP_POLL_S = 0.02
@@ -74,14 +73,18 @@ class Supervisor:
         self._config = config
         self._log = log
         self._started_at = time.monotonic()
-        self._task: ManagedProcess | None = None
+        self._model_path = config.model_path
+        self._task: list[ManagedProcess] = []
         """The download or the batch, which end by themselves."""
-        self._shards: list[ManagedProcess] = []
-        self._router: ManagedProcess | None = None
+        self._shards = Part(self._start_shards, self._clear_shards)
+        self._router = Part(self._start_router, self._close_link)
+        parts = (self._shards, self._router) if config.mode is Mode.SERVE else (self._shards,)
+        self._restarts = Restarts(parts, self._is_ready, self._announce, log, config.restarts)
         self._addresses: Addresses | None = None
-        self._pipes: RouterPipes | None = None
-        self._is_socket_awaited = False
-        self._is_ready = False
+        self._link: RouterLink | None = None
+        self._is_socket_awaited = True
+        self._notice_at = 0.0
+        """When the log says what is waited for."""
         # With nohup the server outlives its terminal.
         ignored = {s for s in STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
         self._stop_signals = STOP_SIGNALS - (ignored & {signal.SIGHUP})
@@ -94,32 +97,17 @@ class Supervisor:
         finally:
             for child in self._children():
                 child.kill()
-            self._close_pipes()
+            self._close_link()
             if self._addresses:
                 self._addresses.close()
 
     def _run(self) -> int:
         try:
             self._addresses = Addresses(self._config)
-            model_path = self._find_model()
-            begun_at = time.monotonic()
-            self._start_shards(model_path)
-            if self._config.mode is Mode.SERVE:
-                self._start_router(model_path)
-            self._wait_for_shards()
-            if self._config.mode is Mode.BATCH:
-                return self._answer_batch(model_path)
-            if self._config.mode is Mode.SHARDS:
-                self._announce_shards(model_path)
-            else:
-                assert self._router is not None
-                self._wait_for({self._router: lambda: is_healthy(self._config)})
-                self._announce()
-                if self._config.restarts:
-                    self._serve(model_path, time.monotonic() - begun_at)
-            while True:
-                self._pause(LISTEN_POLL_S)
-                self._end_silent_router()
+            self._model_path = self._model_path or self._download()
+            while not (self._config.mode is Mode.BATCH and self._restarts.is_whole):
+                self._watch()
+            return self._answer_batch()
         except StopRequested as request:
             self._log.info(f"{request}: stopping, a second signal ends everything at once")
             is_orderly = self._shut_down(self._config.termination_timeout_s)
@@ -137,16 +125,14 @@ class Supervisor:
             self._log.error(str(error))
             return 1
 
-    def _find_model(self) -> Path:
-        """The model's directory, after the download of a hub model."""
-        if self._config.model_path is not None:
-            return self._config.model_path
+    def _download(self) -> Path:
+        """The directory of a hub model, after its download."""
         assert self._config.download is not None
         download = ManagedProcess(self._config.download, self._log.write)
         if self._complete(download) != 0:
             raise death_of(download)
         download.settle()
-        self._task = None
+        self._task = []
         path = (download.answer or {}).get("model_path")
         if not isinstance(path, str):
             raise ProcessError(
@@ -157,11 +143,26 @@ class Supervisor:
 
     def _complete(self, task: ManagedProcess) -> int:
         """The exit code of a child that ends by itself."""
-        self._task = task
+        self._task = [task]
         while task.is_alive:
             self._pause(WATCH_POLL_S)
         task.drain()
         return task.returncode or 0
+
+    def _watch(self) -> None:
+        """Starts what is due and waits a moment; then ends and replaces what does not work. Raises
+        StopRequested, and ChildDied if a child is not replaced."""
+        restarts = self._restarts
+        try:
+            restarts.bring_back(time.monotonic())
+            self._pause(LISTEN_POLL_S if restarts.is_whole else STARTUP_POLL_S)
+            self._listen()
+            if restarts.is_late(time.monotonic()):
+                # Any of them may be the cause.
+                how = f"the replaced processes do not serve after {restarts.patience_s:g} s"
+                self._end_failed(self._watched(), how)
+        except ChildDied as died:
+            restarts.take_away(died, time.monotonic())
 
     @property
     def _sockets(self) -> SocketClaim:
@@ -169,37 +170,88 @@ class Supervisor:
         assert self._addresses is not None
         return self._addresses.sockets
 
-    def _start_shards(self, model_path: Path) -> None:
+    def _start_shards(self, _: int) -> list[ManagedProcess]:
         if len(self._config.shards) > 1:
             self._log.info(f"Splitting the model over {len(self._config.shards)} shards")
-        for command in self._config.shards:
-            self._shards.append(self._start(command, model_path))
+        self._is_socket_awaited = True
+        return [self._start(command) for command in self._config.shards]
 
-    def _wait_for_shards(self) -> None:
-        pairs = zip(self._shards, self._sockets.paths, strict=True)
-        self._wait_for({shard: Path(path).exists for shard, path in pairs})
+    def _clear_shards(self) -> None:
+        self._sockets.remove_sockets()
 
-    def _announce_shards(self, model_path: Path) -> None:
-        self._is_ready = True
+    def _start_router(self, num_restarts: int) -> list[ManagedProcess]:
+        """Does not wait for the shards: the router has work to do before it needs them."""
+        command = self._config.router
+        assert command is not None
+        self._link = link = RouterLink()
+        argv = (*command.argv, link.flag, f"--num-restarts={num_restarts}")
+        router = self._start(replace(command, argv=argv, descriptors=(link.router_fd,)))
+        link.hand_over()
+        return [router]
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def _start(self, command: Command) -> ManagedProcess:
+        known = {MODEL_PATH: str(self._model_path), SOCKETS: self._sockets.prefix}
+        if self._addresses and self._addresses.rendezvous:
+            known[RENDEZVOUS_PORT] = str(self._addresses.rendezvous.number)
+        argv = command.argv
+        for name, value in known.items():
+            argv = tuple(part.replace(name, value) for part in argv)
+        self._notice_at = time.monotonic() + WAITING_NOTICE_S
+        return ManagedProcess(replace(command, argv=argv), self._log.write)
+
+    def _is_ready(self) -> bool:
+        """Whether shards and router serve; until then tells and logs what they do."""
+        waiting = []
+        for shard, path in zip(self._shards.children, self._sockets.paths, strict=True):
+            if Path(path).exists():
+                shard.settle()
+            else:
+                waiting.append(shard)
+        if not waiting and self._router.children and not is_healthy(self._config):
+            waiting = self._router.children
+        if not waiting:
+            for router in self._router.children:
+                router.settle()
+            if self._link is not None:
+                self._link.note_serving()
+            return True
+        if self._link is not None:
+            # It forgets this once it is connected to the shards.
+            messages = [(shard.name, shard.last_message) for shard in self._shards.children]
+            self._link.tell(grouped([one for one in messages if one[1].startswith(TOLD)]))
+        if time.monotonic() >= self._notice_at:
+            messages = [(child.name, child.last_message) for child in waiting]
+            self._log.info(f"Waiting for {grouped(messages, ' to be ready')}")
+            self._notice_at += WAITING_NOTICE_S
+        return False
+
+    def _announce(self) -> None:
+        after = f"after {time.monotonic() - self._started_at:.1f} s - try"
+        if self._config.mode is Mode.SERVE:
+            url, example = how_to_ask(self._config)
+            self._log.info(f"Ready on {url} {after}: {example}")
+        if self._config.mode is not Mode.SHARDS:
+            return
         socket_path = self._sockets.paths[0]
-        elapsed_s = time.monotonic() - self._started_at
-        self._log.info(
-            f"Ready on unix:{socket_path} after {elapsed_s:.1f} s - try: "
-            + shlex.join(["text-generation-benchmark", "--master-shard-uds-path", socket_path])
-        )
+        example = shlex.join(["text-generation-benchmark", "--master-shard-uds-path", socket_path])
+        self._log.info(f"Ready on unix:{socket_path} {after}: {example}")
         self._log.answer(
             {
                 "model_id": self._config.model_id,
-                "model_path": str(model_path),
+                "model_path": str(self._model_path),
                 "master_shard_uds_path": socket_path,
             }
         )
 
-    def _answer_batch(self, model_path: Path) -> int:
+    def _answer_batch(self) -> int:
         """Returns the exit code of the batch, after it and the shards have ended."""
         assert self._config.router is not None
-        self._is_ready = True
-        batch = self._start(self._config.router, model_path)
+        batch = self._start(self._config.router)
         batch.settle()
         code = self._complete(batch)
         if code < 0:
@@ -209,91 +261,6 @@ class Supervisor:
         self._shut_down(self._config.termination_timeout_s)
         return code
 
-    def _start_router(self, model_path: Path, num_restarts: int = 0) -> None:
-        """Does not wait for the shards: the router has work to do before it needs them."""
-        command = self._config.router
-        assert command is not None
-        self._pipes = pipes = RouterPipes()
-        argv = (*command.argv, *pipes.flags, f"--num-restarts={num_restarts}")
-        command = replace(command, argv=argv, descriptors=pipes.descriptors)
-        self._router = self._start(command, model_path)
-        pipes.hand_over()
-
-    def _start(self, command: Command, model_path: Path) -> ManagedProcess:
-        known = {MODEL_PATH: str(model_path), SOCKETS: self._sockets.prefix}
-        if self._addresses and self._addresses.rendezvous:
-            known[RENDEZVOUS_PORT] = str(self._addresses.rendezvous.number)
-        argv = command.argv
-        for name, value in known.items():
-            argv = tuple(part.replace(name, value) for part in argv)
-        return ManagedProcess(replace(command, argv=argv), self._log.write)
-
-    def _wait_for(self, waiting: dict[ManagedProcess, Callable[[], bool]]) -> None:
-        """Returns when all of these children are ready; until then logs what they do."""
-        notice_at = time.monotonic() + WAITING_NOTICE_S
-        while True:
-            for child in [child for child, is_ready in waiting.items() if is_ready()]:
-                child.settle()
-                del waiting[child]
-            if not waiting:
-                return
-            self._pause(STARTUP_POLL_S)
-            self._end_silent_router()
-            self._tell_progress()
-            if time.monotonic() >= notice_at:
-                messages = [(child.name, child.last_message) for child in waiting]
-                self._log.info(f"Waiting for {grouped(messages, ' to be ready')}")
-                notice_at += WAITING_NOTICE_S
-
-    def _tell_progress(self) -> None:
-        """Tells the router what the shards do. It forgets this once it is connected to them."""
-        if self._pipes is not None:
-            messages = [(shard.name, shard.last_message) for shard in self._shards]
-            self._pipes.tell(grouped([one for one in messages if one[1].startswith(TOLD)]))
-
-    def _announce(self) -> None:
-        self._is_ready = True
-        assert self._pipes is not None
-        self._pipes.note_serving()
-        elapsed_s = time.monotonic() - self._started_at
-        url, example = how_to_ask(self._config)
-        self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {example}")
-
-    def _serve(self, model_path: Path, first_start_s: float) -> NoReturn:
-        """Replaces processes that end, until a stop signal or too many ends."""
-        restarts = Restarts(
-            (
-                Part(
-                    "all shards are" if len(self._shards) > 1 else "shard 0 is",
-                    has_ended=lambda: not all(shard.is_alive for shard in self._shards),
-                    end=self._end_shards,
-                    start=lambda _: self._start_shards(model_path),
-                ),
-                Part(
-                    "the router is",
-                    has_ended=lambda: self._router is not None and not self._router.is_alive,
-                    end=self._end_router,
-                    start=lambda total: self._start_router(model_path, total),
-                ),
-            ),
-            self._is_ready_again,
-            self._log,
-            first_start_s,
-        )
-        while True:
-            try:
-                self._pause(LISTEN_POLL_S if restarts.is_whole else STARTUP_POLL_S)
-                self._listen()
-                if not restarts.is_whole:
-                    self._tell_progress()
-                restarts.bring_back(time.monotonic())
-                if restarts.is_late(time.monotonic()):
-                    # Any of them may be the cause.
-                    how = f"the replaced processes do not serve after {restarts.patience_s:g} s"
-                    self._end_failed(self._watched(), how)
-            except ChildDied as died:
-                restarts.take_away(died, time.monotonic())
-
     def _end_failed(self, children: Sequence[ManagedProcess], how: str) -> NoReturn:
         """Kills children that do not work as they should. Raises ChildDied."""
         how += describe_stopped(children)
@@ -301,65 +268,38 @@ class Supervisor:
             child.kill()
         raise ChildDied(how, how)
 
-    def _end_shards(self) -> None:
-        """Kills the remaining shards: they may wait for one that is gone."""
-        for shard in self._shards:
-            shard.kill()
-        self._shards = []
-        self._is_socket_awaited = True
-        self._sockets.remove_sockets()
-
-    def _end_router(self) -> None:
-        assert self._router is not None
-        self._router.kill()
-        self._router = None
-        self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        if self._pipes is not None:
-            self._pipes.close()
-        self._pipes = None
-
-    def _is_ready_again(self) -> bool:
-        has_sockets = all(Path(path).exists() for path in self._sockets.paths)
-        if not has_sockets or not is_healthy(self._config):
-            return False
-        for child in self._watched():
-            child.settle()
-        if self._pipes is not None:
-            self._pipes.note_serving()
-        return True
-
     def _listen(self) -> None:
-        """Ends a router that no longer answers, or shards that it has declared lost, and then
-        raises ChildDied."""
-        self._end_silent_router()
-        losses = [] if self._pipes is None else list(self._pipes.losses)
-        if self._pipes is not None:
-            self._pipes.losses.clear()
+        """Ends a router that no longer answers, so that its clients do not wait for ever, or shards
+        that it has declared lost if they are replaced. Then raises ChildDied."""
+        if self._link is None:
+            return
+        if self._link.is_silent(time.monotonic()):
+            how = f"the router has not answered for {self._link.silence_s:g} s"
+            self._end_failed(self._router.children, how)
+        losses = self._link.take_losses()
         if self._is_socket_awaited:
             # The losses are of the shards before. The router finds the new ones by their first
             # socket, and may declare them lost while their other sockets do not exist yet.
             self._is_socket_awaited = not Path(self._sockets.paths[0]).exists()
-        elif losses:
-            self._end_failed(self._shards, f"the router has declared the shards lost: {losses[-1]}")
-
-    def _end_silent_router(self) -> None:
-        """Kills a router that no longer answers, so that its clients do not wait for ever, and
-        then raises ChildDied."""
-        pipes, router = self._pipes, self._router
-        if pipes is not None and router is not None and pipes.is_silent(time.monotonic()):
-            self._end_failed([router], f"the router has not answered for {pipes.silence_s:g} s")
+        elif losses and self._config.restarts:
+            how = f"the router has declared the shards lost: {losses[-1]}"
+            self._end_failed(self._shards.children, how)
 
     def _pause(self, seconds: float) -> None:
         """Waits, until a signal or the end of a child at most. Raises StopRequested, ChildDied."""
         self._wait(seconds)
         if any(not child.is_alive for child in self._watched()):
-            raise diagnose(self._shards, self._router, self._wait, self._log, self._is_ready)
+            raise diagnose(
+                self._shards.children,
+                self._router.children,
+                self._wait,
+                self._log,
+                self._restarts.has_served,
+            )
 
     def _watched(self) -> list[ManagedProcess]:
         """The children whose end is a failure."""
-        return [*self._shards, *([self._router] if self._router else [])]
+        return [*self._shards.children, *self._router.children]
 
     def _wait(self, seconds: float) -> None:
         """Raises StopRequested."""
@@ -377,18 +317,17 @@ class Supervisor:
 
     def _children(self) -> list[ManagedProcess]:
         """The started children, in the order in which they are stopped."""
-        children = (self._task, self._router, *self._shards)
-        return [child for child in children if child is not None]
+        return [*self._task, *self._router.children, *self._shards.children]
 
     def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
         """Ends the router, then the shards, each within its timeout (`timeout_s` by default).
         False after a second signal; `run` then kills the remaining children."""
-        task = [self._task] if self._task else []
-        router = [self._router] if self._router else []
         return (
-            self._end(task, min(timeout_s, TASK_TERMINATION_S))
-            and self._end(router, timeout_s)
-            and self._end(self._shards, timeout_s if shard_timeout_s is None else shard_timeout_s)
+            self._end(self._task, min(timeout_s, TASK_TERMINATION_S))
+            and self._end(self._router.children, timeout_s)
+            and self._end(
+                self._shards.children, timeout_s if shard_timeout_s is None else shard_timeout_s
+            )
         )
 
     def _end(self, children: Sequence[ManagedProcess], timeout_s: float) -> bool:
@@ -412,10 +351,9 @@ class Supervisor:
 
     def _hasten_router(self) -> None:
         """Gives the router a moment to end running requests; a third signal skips it."""
-        if self._router is None:
-            return
-        self._router.terminate()
         deadline = time.monotonic() + LAST_EVENTS_S
-        while self._router.is_alive and (remaining_s := deadline - time.monotonic()) > 0:
-            if self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
-                return
+        for router in self._router.children:
+            router.terminate()
+            while router.is_alive and (remaining_s := deadline - time.monotonic()) > 0:
+                if self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
+                    return

@@ -324,10 +324,8 @@ class RouterFlags:
     )
     num_restarts: int = own(0, "how often the launcher has replaced this router already")
     launcher_fd: int | None = own(
-        None, "pipe on which the router reports to the launcher, which opens it"
-    )
-    progress_fd: int | None = own(
-        None, "pipe on which the launcher, which opens it, reports what the shards do"
+        None,
+        "socket to the launcher, which opens it: the router reports, and hears what the shards do",
     )
 
 

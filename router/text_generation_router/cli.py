@@ -22,7 +22,7 @@ from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.front import Front
 from text_generation_router.keys import Keys
-from text_generation_router.launcher_pipes import Heartbeat, Progress
+from text_generation_router.launcher_link import LauncherLink
 from text_generation_router.logs import configure_logs
 from text_generation_router.server import Server, bind
 from text_generation_router.services import StartError, start
@@ -111,23 +111,20 @@ async def serve(
     """
     certificate = Certificate.of(config)
     keys = Keys.of(config)  # first, so that a bad file is an error before the model is loaded
-    heartbeat = Heartbeat(config.launcher_fd)
+    state = ServerState()
+    launcher = LauncherLink(config.launcher_fd, state)
     async with AsyncExitStack() as stack:
-        stack.callback(heartbeat.close)
-        heartbeat.begin()
+        stack.callback(launcher.close)
+        launcher.begin()
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
-        state = ServerState()
-        progress = Progress(config.progress_fd, state)
-        stack.callback(progress.close)
-        progress.begin()
         front = Front(create_starting(config, state), create_refusal(config))
         around = front if tracing is None else tracing.around(front)
         server = Server(around, front, config, state, certificate)
         serving = await stack.enter_async_context(server.serving(sockets))
         services = await stack.enter_async_context(start(config, tracing, state))
-        services.watch.report_loss = heartbeat.lost
+        services.watch.report_loss = launcher.lost
         services.metrics.log_lines_dropped.read = num_lines_dropped
         app = create_app(config, services, keys)
         await stack.enter_async_context(app.router.lifespan_context(app))
