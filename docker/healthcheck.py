@@ -7,7 +7,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from text_generation_launcher.options import read_options, split_mode
-from text_generation_launcher.probe import connection_to, reachable_host
+from text_generation_launcher.router_link import connection_to, reachable_host
 from text_generation_process.option import Mode
 
 TIMEOUT_S = 4.0

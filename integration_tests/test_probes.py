@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import numba
 import pytest
-from text_generation_launcher.pipes import TOLD
+from text_generation_launcher.router_link import TOLD
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
 
 from integration_tests.conftest import Launch
