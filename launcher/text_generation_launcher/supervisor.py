@@ -21,6 +21,7 @@ from typing import NoReturn
 from text_generation_process.option import Mode
 from text_generation_process.sockets import AddressError
 
+from text_generation_launcher.addresses import Addresses, SocketClaim
 from text_generation_launcher.config import MODEL_PATH, RENDEZVOUS_PORT, SOCKETS, LauncherConfig
 from text_generation_launcher.failures import (
     CAUSE_S,
@@ -40,7 +41,6 @@ from text_generation_launcher.process import (
 )
 from text_generation_launcher.restarts import Part, Restarts
 from text_generation_launcher.router_link import TOLD, RouterLink, how_to_ask, is_healthy
-from text_generation_launcher.sockets import Addresses, SocketClaim
 
 STARTUP_POLL_S = 0.02
 WATCH_POLL_S = 1.0

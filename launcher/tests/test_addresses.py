@@ -1,3 +1,6 @@
+"""Ports and sockets that no two launchers hold."""
+
+import errno
 import os
 import socket
 import stat
@@ -6,8 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_generation_launcher import sockets
-from text_generation_launcher.sockets import PREFIX, PrivateFolder, SocketClaim, private_folder
+from text_generation_launcher import addresses
+from text_generation_launcher.addresses import (
+    PREFIX,
+    PortClaim,
+    PrivateFolder,
+    SocketClaim,
+    private_folder,
+)
 from text_generation_process.sockets import AddressError
 
 NOBODY = 65534
@@ -30,7 +39,7 @@ def test_nobody_else_can_enter_and_nothing_is_left(tmp_path: Path):
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(tmp_path: Path):
     script = (
         "import os, socket; from pathlib import Path\n"
-        "from text_generation_launcher.sockets import PrivateFolder\n"
+        "from text_generation_launcher.addresses import PrivateFolder\n"
         f"folder = PrivateFolder(Path({str(tmp_path)!r}))\n"
         "socket.socket(socket.AF_UNIX).bind(str(folder.path / 's-0')); os._exit(9)"
     )
@@ -58,7 +67,7 @@ def test_other_files_and_folders_stay(tmp_path: Path):
 
 
 def test_the_first_place_is_taken_that_no_other_user_can_change(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sockets, "MAX_PATH_BYTES", 1000)
+    monkeypatch.setattr(addresses, "MAX_PATH_BYTES", 1000)
     runtime, other = tmp_path / "run", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
     other.mkdir()
@@ -125,9 +134,53 @@ def test_only_a_stale_socket_of_the_same_user_is_removed(tmp_path: Path, kind, n
 
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path):
-    fits = str(tmp_path / "x").ljust(sockets.MAX_PATH_BYTES - 2, "x")
+    fits = str(tmp_path / "x").ljust(addresses.MAX_PATH_BYTES - 2, "x")
     SocketClaim(fits, 1).close()
     with pytest.raises(AddressError, match="takes 108 bytes, and a unix socket path has at most"):
         SocketClaim(fits + "x", 1)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(fits + "-0")  # the limit is the system's, not one byte less
+
+
+def test_a_port_whose_last_connections_are_still_closing(free_port):
+    """A server can start directly after another one has ended."""
+    with socket.create_server(("127.0.0.1", free_port)) as server:
+        client = socket.create_connection(("127.0.0.1", free_port))
+        connection, _ = server.accept()
+        connection.close()  # closes first, so that its side waits
+        assert client.recv(1) == b""
+        client.close()
+    PortClaim("127.0.0.1", free_port, "--port").close()
+
+
+def test_a_port_in_use_names_the_flag(free_port):
+    with (
+        socket.create_server(("127.0.0.1", free_port)),
+        pytest.raises(AddressError, match="already in use: choose another with --prometheus-port"),
+    ):
+        PortClaim("127.0.0.1", free_port, "--prometheus-port")
+
+
+@pytest.mark.parametrize(
+    "hostname, expected",
+    [
+        ("no.such.name.invalid", "give --master-addr an IP address$"),
+        ("192.0.2.1", r"192\.0\.2\.1 is not an address of this machine: choose"),
+    ],
+)
+def test_an_address_of_another_machine(hostname, expected):
+    with pytest.raises(AddressError, match=expected):
+        PortClaim(hostname, None, "--master-port", "--master-addr")
+
+
+@pytest.mark.parametrize(
+    "number, expected",
+    [(errno.EACCES, "port 80 needs privileges"), (errno.ENOBUFS, "cannot listen on h port 80")],
+)
+def test_other_refusals_of_the_system(number, expected, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(addresses, "bind_port", refuse)
+    with pytest.raises(AddressError, match=expected):
+        PortClaim("h", 80, "--port")
