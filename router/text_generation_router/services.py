@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,8 +101,10 @@ async def start(
     # The tokenizer is read and the first template process starts while the shards warm up.
     workers = TemplateWorkers()
     state = state or ServerState()
-    load = asyncio.create_task(_load(config, workers))
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(workers.close)
+        load = asyncio.create_task(_load(config, workers))
+        stack.callback(load.cancel)
         state.go(State.STARTING, LOADING)
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
@@ -113,35 +115,27 @@ async def start(
             shards = await ShardedClient.connect(
                 config.master_shard_uds_path, answer_s=config.starting_deadline_s
             )
-        try:
-            with _start_errors("clear the Python model shards cache"):
-                await shards.clear_cache(None)
-            with _start_errors("get the Python model shards info"):
-                info = await shards.info()
-            state.go(State.STARTING, "warming up")
-            with _start_errors("warmup the Python model shards"):
-                warmup = await shards.warmup(
-                    max_prefill_tokens=config.max_batch_prefill_tokens,
-                    max_batch_size=config.batch_rows,
-                    max_input_tokens=config.max_input_tokens,
-                    max_total_tokens=config.max_total_tokens,
-                    max_batch_total_tokens=config.max_batch_total_tokens,
-                )
-            state.go(State.STARTING, "loading the tokenizer")
-            tokenizer = await load
-            _warn_of_tokenizer(tokenizer, info)
-            check_warmup(config, info, warmup)
-            services = assemble(config, shards, tokenizer, info, warmup, workers, tracing, state)
-            try:
-                yield services
-            finally:
-                tokenizer.close()
-                await services.watch.close()
-        finally:
-            await shards.close()
-    finally:
-        load.cancel()
-        workers.close()
+        stack.push_async_callback(shards.close)
+        with _start_errors("clear the Python model shards cache"):
+            await shards.clear_cache(None)
+        with _start_errors("get the Python model shards info"):
+            info = await shards.info()
+        state.go(State.STARTING, "warming up")
+        with _start_errors("warmup the Python model shards"):
+            warmup = await shards.warmup(
+                max_prefill_tokens=config.max_batch_prefill_tokens,
+                max_batch_size=config.batch_rows,
+                max_input_tokens=config.max_input_tokens,
+                max_total_tokens=config.max_total_tokens,
+                max_batch_total_tokens=config.max_batch_total_tokens,
+            )
+        state.go(State.STARTING, "loading the tokenizer")
+        tokenizer = await load
+        check_warmup(config, info, warmup)
+        services = assemble(config, shards, tokenizer, info, warmup, workers, tracing, state)
+        stack.push_async_callback(services.watch.close)
+        stack.callback(tokenizer.close)
+        yield services
 
 
 def assemble(
@@ -157,7 +151,8 @@ def assemble(
     """The services for shards that are warm."""
     limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
-    _warn_of_no_effect(config, info)
+    for warning in _warnings(config, info, tokenizer):
+        logger.warning(warning)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits)
     connect: Reconnection | None = None
@@ -181,7 +176,14 @@ def assemble(
         max_concurrent_requests=config.max_concurrent_requests,
         max_queue_wait_s=config.max_queue_wait,
     )
-    pooling, reranker = _readers(config, tokenizer)
+    template = workers.template
+    tool_source = None if template is None else template.tool_source
+    chat_format = detect_format(tool_source, config.chat_format)
+    special_ids = tokenizer.special_ids(chat_format.special_tokens)
+    directory, name = Path(config.tokenizer_name), config.served_model_id
+    with _start_errors():
+        pooling = pooling_of(directory, config.pooling)
+        reranker = find_reranker(directory, name, tokenizer, config.reranker)
     return Services(
         config=config,
         info=info,
@@ -193,7 +195,7 @@ def assemble(
         metrics=metrics,
         batcher=batcher,
         infer=infer,
-        chat=_chat_service(config, tokenizer, infer, workers),
+        chat=ChatService(infer, workers, chat_format, special_ids),
         templates=workers,
         large_bodies=Executor("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         long_answers=MemoryBudget(_LONG_ANSWERS_BYTES),
@@ -222,20 +224,14 @@ def _step_deadlines(
             logger.warning(
                 "--step-deadline %g is less than the %.1f s that a step with %d prompt tokens may "
                 "take: it would end the server; raise it, or lower --max-batch-prefill-tokens",
-                *(config.step_deadline, expected_s, config.max_batch_prefill_tokens),
+                config.step_deadline,
+                expected_s,
+                config.max_batch_prefill_tokens,
             )
         deadlines = StepDeadlines(config.step_deadline)
     if info.world_size > 1:
         deadlines = deadlines.behind_ranks(warmup.rank_deadline_s or config.starting_deadline_s)
     return deadlines
-
-
-def _readers(config: RouterConfig, tokenizer: Tokenizer) -> tuple[Pooling, Reranker | str]:
-    """How to embed and rerank, by the model's folder and the flags. Raises StartError."""
-    directory, name = Path(config.tokenizer_name), config.served_model_id
-    with _start_errors():
-        pooling = pooling_of(directory, config.pooling)
-        return pooling, find_reranker(directory, name, tokenizer, config.reranker)
 
 
 def _limits(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> Limits:
@@ -280,75 +276,51 @@ def _scheduler_limits(
     )
 
 
-def _warn_of_no_effect(config: RouterConfig, info: ShardInfo) -> None:
-    """Logs which of the given flags have no effect."""
+def _warnings(config: RouterConfig, info: ShardInfo, tokenizer: Tokenizer) -> Iterator[str]:
+    """The sentences about flags without effect, and about a tokenizer of another model."""
     defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
     ratios = (defaults.waiting_served_ratio, LAUNCHER_WAITING_SERVED_RATIO)
     is_ratio_chosen = config.waiting_served_ratio not in ratios
     is_patience_chosen = config.max_waiting_tokens != defaults.max_waiting_tokens
     if not config.disable_prefill_chunking and (is_ratio_chosen or is_patience_chosen):
-        logger.warning(
+        yield (
             "--waiting-served-ratio and --max-waiting-tokens have no effect with prefill chunking, "
             "which pauses no request; turn it off with --disable-prefill-chunking"
         )
     if info.keeps_state and config.speculate:
-        logger.warning(
-            "--speculate %d has no effect: this model keeps a state per request, which can not be "
-            "taken back behind wrong draft tokens",
-            config.speculate,
+        yield (
+            f"--speculate {config.speculate} has no effect: this model keeps a state per request, "
+            "which can not be taken back behind wrong draft tokens"
         )
-
-
-def _warn_of_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
-    """Logs that the tokenizer has ids that the model does not have; `Validation` refuses them."""
     if tokenizer.vocab_size > info.vocab_size:
-        logger.warning(
-            "The tokenizer has token ids up to %d, the model only up to %d: prompts with others "
-            "are refused; if there are many, this is the tokenizer of another model",
-            *(tokenizer.vocab_size - 1, info.vocab_size - 1),
+        # `Validation` refuses them.
+        yield (
+            f"The tokenizer has token ids up to {tokenizer.vocab_size - 1}, the model only up to "
+            f"{info.vocab_size - 1}: prompts with others are refused; if there are many, this is "
+            "the tokenizer of another model"
         )
 
 
 def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
     """Raises StartError if the limits contradict each other or exceed the memory."""
-    if (complaint := next(_complaints(config, info, warmup), None)) is not None:
-        raise StartError(f"Argument validation error: {complaint}")
 
+    def check(is_good: bool, names: str, given: object) -> None:
+        if not is_good:
+            raise StartError(f"Argument validation error: {names}. Given: {given}")
 
-def _complaints(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> Iterator[str]:
-    for name in ("max_input_tokens", "max_total_tokens"):
-        asked, got = getattr(config, name), getattr(warmup, name)
-        if asked is not None and asked != got:
-            yield f"`{name}` must be <= {got} for this model. Given: {asked}"
-    if warmup.max_input_tokens >= warmup.max_total_tokens:
-        yield (
-            "`max_input_tokens` must be < `max_total_tokens`. "
-            f"Given: {warmup.max_input_tokens} and {warmup.max_total_tokens}"
-        )
+    longest_input, longest = warmup.max_input_tokens, warmup.max_total_tokens
+    for name, got in (("max_input_tokens", longest_input), ("max_total_tokens", longest)):
+        asked = getattr(config, name)
+        check(asked in (None, got), f"`{name}` must be <= {got} for this model", asked)
+    names = "`max_input_tokens` must be < `max_total_tokens`"
+    check(longest_input < longest, names, f"{longest_input} and {longest}")
     # A limit of the shards' choice may be smaller than a prefill; the user's limit must not.
-    room = config.max_batch_total_tokens
-    if room is not None and config.max_batch_prefill_tokens > room:
-        yield (
-            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
-            f"Given: {config.max_batch_prefill_tokens} and {room}"
-        )
+    prefill, room = config.max_batch_prefill_tokens, config.max_batch_total_tokens
+    names = "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`"
+    check(room is None or prefill <= room, names, f"{prefill} and {room}")
     room = warmup.num_blocks * info.block_size
-    if warmup.max_total_tokens > room:
-        yield (
-            "`max_total_tokens` must be <= `max_batch_total_tokens`. "
-            f"Given: {warmup.max_total_tokens} and {room}"
-        )
-
-
-def _chat_service(
-    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, workers: TemplateWorkers
-) -> ChatService:
-    template = workers.template
-    chat_format = detect_format(
-        None if template is None else template.tool_source, config.chat_format
-    )
-    special_ids = tokenizer.special_ids(chat_format.special_tokens)
-    return ChatService(infer, workers, chat_format, special_ids)
+    names = "`max_total_tokens` must be <= `max_batch_total_tokens`"
+    check(longest <= room, names, f"{longest} and {room}")
 
 
 async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
