@@ -173,10 +173,10 @@ class Supervisor:
     def _start_shards(self, _: int) -> list[ManagedProcess]:
         if len(self._config.shards) > 1:
             self._log.info(f"Splitting the model over {len(self._config.shards)} shards")
-        self._is_socket_awaited = True
         return [self._start(command) for command in self._config.shards]
 
     def _clear_shards(self) -> None:
+        self._is_socket_awaited = True
         self._sockets.remove_sockets()
 
     def _start_router(self, num_restarts: int) -> list[ManagedProcess]:
