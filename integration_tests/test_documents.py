@@ -9,6 +9,7 @@ from text_generation_process.flags import OPTIONS
 from text_generation_router.api.routes import NEEDS_KEY
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
+from text_generation_router.edge.keys import NEEDS_KEY
 
 from integration_tests.conformance.run_clients import clients, version_of
 

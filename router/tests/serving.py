@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import uvicorn
-from text_generation_router.app import create_app, create_refusal
+from text_generation_router.app import create_app, create_closed
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.config import RouterConfig
@@ -126,7 +126,8 @@ async def serve(
         (directory / "chat_template.jinja").write_text(chat_template)
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
-    front = Front(app, create_refusal(services.config))
+    front = Front(create_closed(services.config, services.state))
+    front.app = app
     limits = limits or ConnectionLimits.of(services.config.payload_limit)
     connections = Connections(limits, services.metrics.connections_refused)
     config = server_config(front, connections, certificate)

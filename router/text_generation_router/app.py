@@ -1,7 +1,7 @@
 """The HTTP application: routes, middleware and the one error handler."""
 
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain
 
@@ -25,13 +25,13 @@ from text_generation_router.api.routes import docs_behind_key
 from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.front import PROBES
+from text_generation_router.edge.keys import Keys, docs_behind_key
 from text_generation_router.errors import (
     RouterError,
     ShuttingDownError,
     StartingError,
     UnhealthyError,
 )
-from text_generation_router.keys import Keys
 from text_generation_router.logs import TRACE
 from text_generation_router.services import Services
 from text_generation_router.state import ServerState, State
@@ -107,29 +107,21 @@ async def _to_docs() -> RedirectResponse:
     return RedirectResponse("/docs")
 
 
-def create_refusal(config: RouterConfig) -> ASGIApp:
-    """Answers all requests with 503, in the error form of the path's API, during shutdown."""
-    return _answering(lambda request: respond(request, ShuttingDownError(), config))
-
-
-def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
-    """Answers during the start: probes with the phase, health checks as usual, and all other
-    requests with 503, in the error form of the path's API."""
+def create_closed(config: RouterConfig, state: ServerState) -> ASGIApp:
+    """Answers during the start and the shutdown: probes with the phase, health checks as usual, and
+    all other requests with 503, in the error form of the path's API."""
     health_paths = {"/", "/ping", "/health", config.aip_health_route}
 
-    def answer(request: Request) -> Response:
-        path = request.scope["path"]
-        if path in PROBES and request.method in ("GET", "HEAD"):
-            return info.probe_answer(state, path == "/livez")
-        error = UnhealthyError() if path in health_paths else StartingError(state.phase)
-        return respond(request, error, config)
-
-    return _answering(answer)
-
-
-def _answering(respond: Callable[[Request], Response]) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(Request(scope))(scope, receive, send)
+        request, path = Request(scope), scope["path"]
+        if path in PROBES and request.method in ("GET", "HEAD"):
+            response = info.probe_answer(state, path == "/livez")
+        elif state.state is not State.STARTING:
+            response = respond(request, ShuttingDownError(), config)
+        else:
+            error = UnhealthyError() if path in health_paths else StartingError(state.phase)
+            response = respond(request, error, config)
+        await response(scope, receive, send)
 
     return answer
 

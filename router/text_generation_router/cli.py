@@ -17,11 +17,11 @@ from text_generation_process.descriptors import raise_file_limit
 from text_generation_process.option import add_flags
 from text_generation_process.tracing import open_tracer
 
-from text_generation_router.app import create_app, create_refusal, create_starting
+from text_generation_router.app import create_app, create_closed
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.front import Front
-from text_generation_router.keys import Keys
+from text_generation_router.edge.keys import Keys
 from text_generation_router.launcher_link import LauncherLink
 from text_generation_router.logs import configure_logs
 from text_generation_router.server import Server, bind
@@ -119,7 +119,7 @@ async def serve(
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
-        front = Front(create_starting(config, state), create_refusal(config))
+        front = Front(create_closed(config, state))
         around = front if tracing is None else tracing.around(front)
         server = Server(around, front, config, state, certificate)
         serving = await stack.enter_async_context(server.serving(sockets))

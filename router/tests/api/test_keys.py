@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from text_generation_router.api.routes import NEEDS_KEY, JsonRoute
 from text_generation_router.app import create_app
+from text_generation_router.edge.keys import NEEDS_KEY
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve

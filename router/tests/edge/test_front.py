@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from text_generation_router.edge.front import (
     PIECE_BYTES,
     STARTS_PER_TURN,
@@ -45,13 +45,19 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "refused", "path": scope["path"]})
 
 
+def opened(app: ASGIApp) -> Front:
+    front = Front(refuse)
+    front.app = app
+    return front
+
+
 def request(number: int, method: str = "POST", path: str = "/generate") -> Scope:
     return {"type": "http", "method": method, "path": path, "headers": [], "number": number}
 
 
 async def test_a_burst_starts_in_order_a_few_in_each_turn() -> None:
     app = App()
-    front = Front(app, refuse)
+    front = opened(app)
     counting = asyncio.create_task(app.count_turns())
     await asyncio.gather(*(front(request(number), receive, send) for number in range(30)))
     counting.cancel()
@@ -63,7 +69,7 @@ async def test_a_burst_starts_in_order_a_few_in_each_turn() -> None:
 
 def test_a_single_request_does_not_wait() -> None:
     async def start() -> None:
-        front = Front(App(), refuse)
+        front = opened(App())
         for number in range(3):
             with pytest.raises(StopIteration):
                 front(request(number), receive, send).send(None)
@@ -73,7 +79,7 @@ def test_a_single_request_does_not_wait() -> None:
 
 async def test_other_methods_do_not_wait() -> None:
     app = App()
-    front = Front(app, refuse)
+    front = opened(app)
     posts = [front(request(number), receive, send) for number in range(12)]
     gets = [front(request(100 + number, "GET"), receive, send) for number in range(12)]
     await asyncio.gather(*posts, *gets, front({"type": "lifespan"}, receive, send))
@@ -83,7 +89,7 @@ async def test_other_methods_do_not_wait() -> None:
 
 async def test_the_places_of_requests_that_are_cancelled_are_given_to_others() -> None:
     app = App()
-    front = Front(app, refuse)
+    front = opened(app)
     tasks = [asyncio.create_task(front(request(number), receive, send)) for number in range(20)]
     await asyncio.sleep(0)
     for task in tasks[5:15]:
@@ -103,7 +109,7 @@ async def test_streams_get_the_servers_own_send() -> None:
         assert STREAM in scope["extensions"]
         await send({"type": STREAM, "write": write})
 
-    await Front(app, refuse)(request(0), receive, send)
+    await opened(app)(request(0), receive, send)
     assert found == [send]
 
 
@@ -114,7 +120,7 @@ async def test_a_closed_front_refuses_all_but_scrapes_and_probes() -> None:
     async def note(message: Message) -> None:
         refused.append(message["path"])
 
-    front = Front(app, refuse)
+    front = opened(app)
     # More than start at once: those that wait have come before, too.
     tasks = [asyncio.create_task(front(request(number), receive, note)) for number in range(6)]
     await asyncio.sleep(0)

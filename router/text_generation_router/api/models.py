@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import OPENAI_ERRORS, ModelNotFoundError, is_anthropics
 from text_generation_router.api.routes import NEEDS_KEY, ServicesDependency, get
+from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.services import Services
 
 # Names that clients of TGI send by default ("dummy" is huggingface_hub's).

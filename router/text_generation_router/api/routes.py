@@ -19,6 +19,7 @@ from text_generation_router.api.body import BodyError, Parser, media_type, parse
 from text_generation_router.api.errors import Responses, respond
 from text_generation_router.api.sse import disconnected
 from text_generation_router.config import RouterConfig
+from text_generation_router.edge.keys import NEEDS_KEY, check_key
 from text_generation_router.keys import Keys
 from text_generation_router.request_options import CALLER, NO_OPTIONS, options_of, read_options
 from text_generation_router.services import Services

@@ -33,10 +33,11 @@ class Front:
     wait. Owns the queue of waiting POSTs.
     """
 
-    def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, closed: ASGIApp) -> None:
+        """`closed` answers before there is an application, and new requests after `close`."""
+        self.app = closed
         """What answers; another one may take its place at any time."""
-        self._refuse = refuse
+        self._closed = closed
         self._is_closed = False
         self.num_running = 0
         """POSTs that wait or whose answer has not ended."""
@@ -52,7 +53,7 @@ class Front:
             return
         answer = in_pieces(named(scope, send), send)
         if self._is_closed and scope["path"] not in ALWAYS_OPEN:
-            await self._refuse(scope, receive, answer)
+            await self._closed(scope, receive, answer)
         elif scope["method"] != "POST":
             await self.app(scope, receive, answer)
         else:

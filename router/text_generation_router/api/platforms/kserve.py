@@ -40,6 +40,7 @@ from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
 from text_generation_router.config import VERSION
+from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.errors import BadRequestError, ValidationError
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services

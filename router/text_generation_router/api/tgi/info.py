@@ -11,6 +11,7 @@ from text_generation_router.api.errors import UNAUTHORIZED, ErrorResponse
 from text_generation_router.api.routes import NEEDS_KEY, ServicesDependency, get
 from text_generation_router.api.tgi.schemas import InfoResponse
 from text_generation_router.config import VERSION
+from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.errors import UnhealthyError
 from text_generation_router.metrics import CONTENT_TYPE
 from text_generation_router.services import Services
