@@ -33,18 +33,13 @@ class RotaryEmbedding:
         if config.kind == "longrope":
             self._long_frequencies = 1.0 / (_factors(config, "long_factor", device) * base)
         self.length_rule = {"dynamic": "prompt", "longrope": "total"}.get(config.kind)
+        is_long, is_dynamic = config.kind == "longrope", config.kind == "dynamic"
+        self.recompute_at = config.original_max_position if is_long else None
+        """A row that grows beyond this many tokens must be recomputed; None: never."""
+        self.prompt_scaled_at = config.max_position if is_dynamic else None
+        """The rotation of a longer prompt depends on its length; None: never."""
         # See `table`.
         self._known, self._num_known = torch.empty(0), 0
-
-    @property
-    def recompute_at(self) -> int | None:
-        """A row that grows beyond this many tokens must be recomputed; None: never."""
-        return self._config.original_max_position if self._config.kind == "longrope" else None
-
-    @property
-    def prompt_scaled_at(self) -> int | None:
-        """The rotation of a longer prompt depends on its length; None: never."""
-        return self._config.max_position if self.length_rule == "prompt" else None
 
     def angles(self, batch: ForwardBatch) -> Angles:
         """The angles of the tokens of a pass."""

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import LlamaConfig
-from text_generation_shard.checkpoint.partition import Partition, partition_of
-from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.checkpoint.partition import Partition, Share, partition_of, whole
+from text_generation_shard.checkpoint.weights import Parameters, Sections
+from text_generation_shard.device.base import Activation
 from text_generation_shard.device.decoder import DecoderWeights, LayerWeights, RankSizes
 from text_generation_shard.device.forward import (
     Attention,
@@ -13,16 +14,16 @@ from text_generation_shard.device.forward import (
     CacheShape,
     ForwardBatch,
 )
-from text_generation_shard.layers.attention import SelfAttention
-from text_generation_shard.layers.embedding import Embedding, LMHead
-from text_generation_shard.layers.linear import RMSNorm
-from text_generation_shard.layers.mlp import GatedMLP
+from text_generation_shard.layers.linear import Embedding, Linear, LMHead, RMSNorm
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from text_generation_shard.parallel import World
 
 
 class Block:
-    """Attention and feed-forward, each with a norm before it and a residual."""
+    """Attention and a gated feed-forward, each with a norm before it and a residual.
+
+    Ranks share the heads and the inner features.
+    """
 
     def __init__(
         self,
@@ -33,42 +34,77 @@ class Block:
         layer: int,
         attention: Attention,
     ) -> None:
+        self._config, self._own, self._layer, self._attend = config, own, layer, attention
+        self._window, self._uses_rope = config.layer_windows[layer], config.layer_uses_rope[layer]
         prefix = f"model.layers.{layer}"
-        size, eps = config.hidden_size, config.norm_eps
-        self._attention = SelfAttention(
-            *(parameters, world, config, own), f"{prefix}.self_attn", layer, attention
+        hidden, inner, head_dim = whole(config.hidden_size), own.inner, config.head_dim
+        query, kv = own.heads.times(head_dim), own.kv_heads.times(head_dim)
+        heads: Sections = {"q_proj": [query], "k_proj": [kv], "v_proj": [kv]}
+        gated: Sections = {"gate_proj": [inner], "up_proj": [inner]}
+        if config.fused_projections:
+            heads, gated = {"qkv_proj": [query, kv, kv]}, {"gate_up_proj": [inner, inner]}
+
+        def linear(
+            place: str,
+            outputs: Sections,
+            inputs: Share,
+            bias: bool,
+            part: int | None = None,
+            gate: Activation | None = None,
+        ) -> Linear:
+            named = {f"{prefix}.{place}.{name}": shares for name, shares in outputs.items()}
+            return Linear(parameters, world, named, inputs, bias, part, gate)
+
+        def norm(name: str, size: int = config.hidden_size) -> RMSNorm:
+            return RMSNorm(parameters, f"{prefix}.{name}", size, config.norm_eps)
+
+        self._qkv = linear("self_attn", heads, hidden, config.qkv_bias)
+        self._out = linear(
+            "self_attn", {"o_proj": [hidden]}, query, config.output_bias, own.attended_part
         )
-        self._mlp = GatedMLP(
-            *(parameters, world, config, own.inner, own.inner_part), f"{prefix}.mlp"
-        )
-        self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
-        self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
-        self._multiplier = config.residual_multiplier
+        self._query_norm = norm("self_attn.q_norm", head_dim) if config.qk_norm else None
+        self._key_norm = norm("self_attn.k_norm", head_dim) if config.qk_norm else None
+        self._gate_up = linear("mlp", gated, hidden, config.mlp_bias, gate=config.activation)
+        self._down = linear("mlp", {"down_proj": [hidden]}, inner, config.mlp_bias, own.inner_part)
+        self._attention_norm = norm("input_layernorm")
+        self._mlp_norm = norm("post_attention_layernorm")
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, plan: AttentionPlan) -> Tensor:
         """Add the previous block's delta and this block's attention to hidden [T, hidden_size], in
         place; returns the feed-forward's output as the next delta."""
-        normed = self._attention_norm.add(hidden, delta, self._multiplier)
-        attended = self._attention(normed, plan)
-        normed = self._mlp_norm.add(hidden, attended, self._multiplier)
-        return self._mlp(normed)
+        multiplier = self._config.residual_multiplier
+        attended = self._attention(self._attention_norm.add(hidden, delta, multiplier), plan)
+        normed = self._mlp_norm.add(hidden, attended, multiplier)
+        return self._down(self._gate_up(normed))
+
+    def _attention(self, normed: Tensor, plan: AttentionPlan) -> Tensor:
+        """normed [T, hidden_size] → [T, hidden_size]."""
+        heads = self._qkv(normed).view(normed.shape[0], -1, self._config.head_dim)
+        if self._query_norm is not None and self._key_norm is not None:
+            query, key_value = heads.tensor_split([self._own.heads.count], dim=1)
+            key = key_value[:, : self._own.kv_heads.count]
+            query.copy_(self._query_norm(query))
+            key.copy_(self._key_norm(key))
+        return self._out(
+            self._attend.forward(heads, self._layer, self._window, self._uses_rope, plan)
+        )
 
     def weights(self) -> LayerWeights:
         """For devices that compute all layers as one program."""
-        attention, mlp = self._attention, self._mlp
-        query_norm, key_norm = (
-            None if norm is None else norm.weight
-            for norm in (attention.query_norm, attention.key_norm)
-        )
         return LayerWeights(
-            self._attention_norm.weight,
-            *(attention.qkv.matrix, attention.qkv.bias),
-            *(query_norm, key_norm),
-            *(attention.out.matrix, attention.out.bias),
-            self._mlp_norm.weight,
-            mlp.gate_up.matrix,
-            *(mlp.down.matrix, mlp.down.bias),
-            *(attention.uses_rope, attention.window),
+            attention_norm=self._attention_norm.weight,
+            qkv=self._qkv.matrix,
+            qkv_bias=self._qkv.bias,
+            query_norm=None if self._query_norm is None else self._query_norm.weight,
+            key_norm=None if self._key_norm is None else self._key_norm.weight,
+            out=self._out.matrix,
+            out_bias=self._out.bias,
+            mlp_norm=self._mlp_norm.weight,
+            gate_up=self._gate_up.matrix,
+            down=self._down.matrix,
+            down_bias=self._down.bias,
+            uses_rope=self._uses_rope,
+            window=self._window,
         )
 
 
@@ -86,16 +122,19 @@ class LlamaModel:
         device, quantize = parameters.device, parameters.quantize
         self._device, self._world = device, world
         self.partition = own = partition_of(
-            *(config, world.rank, world.size, quantize),
+            config,
+            world.rank,
+            world.size,
+            quantize,
             lambda shape, asked: device.quantized_form(shape, asked).kind,
             fills_up=device.sums_in_parts,
         )
         """This rank's part of the model."""
         self.attention = device.attention(
-            *(own.heads.count, own.kv_heads.count, config.head_dim), config.attention_scale
+            own.heads.count, own.kv_heads.count, config.head_dim, config.attention_scale
         )
         self._embedding = Embedding(
-            *(parameters, world, "model.embed_tokens"), own.vocabulary, config.hidden_size
+            parameters, world, "model.embed_tokens", own.vocabulary, config.hidden_size
         )
         self._blocks = [
             Block(parameters, world, config, own, layer, self.attention)
@@ -103,50 +142,29 @@ class LlamaModel:
         ]
         self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
         self._head = LMHead(
-            *(parameters, world, "lm_head"), self._embedding, config.tie_word_embeddings
+            parameters, world, "lm_head", self._embedding, config.tie_word_embeddings
         )
-        self.rotary = RotaryEmbedding(config.rope, device.torch_device)
-        self.angles, self.angle_table = self.rotary.angles, self.rotary.table
+        rotary = RotaryEmbedding(config.rope, device.torch_device)
+        self.angles, self.angle_table = rotary.angles, rotary.table
+        self.length_rule = rotary.length_rule
+        self.recompute_at, self.prompt_scaled_at = rotary.recompute_at, rotary.prompt_scaled_at
+        # Recorded passes read all angles from one table.
+        self.is_recordable = self.length_rule is None
+        self.has_windows = any(config.layer_windows)
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        # The residual, its norm and the addend; beside them attention or feed-forward.
+        self.widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
 
     @property
     def cache_shape(self) -> CacheShape:
         """See LanguageModel."""
-        num_kv_heads, dtype = self.partition.kv_heads.count, self._device.cache_dtype
-        sizes = self.config.num_layers, num_kv_heads, self.config.head_dim
-        return CacheShape(*sizes, self.attention.block_size, dtype)
-
-    @property
-    def widest(self) -> int:
-        """See LanguageModel."""
-        config = self.config
-        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        # The residual, its norm and the addend; beside them attention or feed-forward.
-        return 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
-
-    @property
-    def has_windows(self) -> bool:
-        """See LanguageModel."""
-        return any(self.config.layer_windows)
-
-    @property
-    def length_rule(self) -> str | None:
-        """See RotaryEmbedding."""
-        return self.rotary.length_rule
-
-    @property
-    def recompute_at(self) -> int | None:
-        """See LanguageModel."""
-        return self.rotary.recompute_at
-
-    @property
-    def prompt_scaled_at(self) -> int | None:
-        """See LanguageModel."""
-        return self.rotary.prompt_scaled_at
-
-    @property
-    def is_recordable(self) -> bool:
-        """See Model: recorded passes read all angles from one table."""
-        return self.length_rule is None
+        return CacheShape(
+            self.config.num_layers,
+            self.partition.kv_heads.count,
+            self.config.head_dim,
+            self.attention.block_size,
+            self._device.cache_dtype,
+        )
 
     def prepare_recording(self, longest: int) -> None:
         """See Model."""
@@ -185,9 +203,18 @@ class LlamaModel:
         """See Decoder."""
         layers = [block.weights() for block in self._blocks]
         shares = self.partition
-        own = RankSizes(
-            *(shares.heads.count, shares.kv_heads.count, shares.inner.count),
-            *(shares.vocabulary.start, shares.vocabulary.count),
+        return DecoderWeights(
+            sizes=self.config,
+            own=RankSizes(
+                num_heads=shares.heads.count,
+                num_kv_heads=shares.kv_heads.count,
+                intermediate_size=shares.inner.count,
+                first_token=shares.vocabulary.start,
+                num_tokens=shares.vocabulary.count,
+            ),
+            world=self._world,
+            embedding=self._embedding.table,
+            layers=layers,
+            norm=self._norm.weight,
+            head=self._head.matrix,
         )
-        matrices = self._embedding.table, layers, self._norm.weight, self._head.matrix
-        return DecoderWeights(self.config, own, self._world, *matrices)
