@@ -22,8 +22,12 @@ from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import PlainCopies
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
-from text_generation_shard.grammars.grammar import Grammar, compile_tried, try_text
-from text_generation_shard.grammars.tokenizer import TokenizerFile
+from text_generation_shard.grammars.grammar import (
+    Grammar,
+    compile_tried,
+    load_tokenizer,
+    try_text,
+)
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -181,8 +185,8 @@ def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[Ne
 def grammars_of(engine: Engine, directory: Path) -> dict[str, Grammar]:
     """GRAMMARS, compiled. Raises RuntimeError."""
     config = engine.model.config
-    file = TokenizerFile(directory / "tokenizer.json", config.vocab_size, config.eos_token_ids)
-    own = file.load()
+    path = directory / "tokenizer.json"
+    own = load_tokenizer(path, config.vocab_size, config.eos_token_ids)
     found = {name: compile_tried(own, try_text(own, text)) for name, text in GRAMMARS.items()}
     for name, grammar in found.items():
         if grammar.error or grammar.min_tokens > 20:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from text_generation_router.chat.constraint import tool_grammar
 from text_generation_router.chat.format import ToolSpec, detect_format
 from text_generation_router.text.tokenizer import Tokenizer
-from text_generation_shard.grammars.tokenizer import TokenizerFile
+from text_generation_shard.grammars.grammar import load_tokenizer
 
 from integration_tests.published import PUBLISHED, TEMPLATES, tokenizer_of, write_tokenizer
 from integration_tests.scripted import write_scripted
@@ -29,7 +29,7 @@ class Vendor:
         write_tokenizer(name, directory, self._tokenizer)
         self._eos_id = self._tokenizer.token_to_id(self.published.eos)
         size = self._tokenizer.get_vocab_size()
-        self._matching = TokenizerFile(directory / "tokenizer.json", size, (self._eos_id,)).load()
+        self._matching = load_tokenizer(directory / "tokenizer.json", size, [self._eos_id])
         router = Tokenizer.load(directory)
         self._special_ids = router.special_ids(self.form.special_tokens)
         router.close()

@@ -20,8 +20,7 @@ from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar, compile_tried, try_text
-from text_generation_shard.grammars.tokenizer import GrammarError
+from text_generation_shard.grammars.grammar import Grammar, GrammarError, compile_tried, try_text
 from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_engine as load

@@ -11,8 +11,8 @@ import pytest
 from text_generation_process.worker import WorkerError
 from text_generation_shard.grammars import compiler as compiling
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.grammar import Grammar, Tried, source_of
+from text_generation_shard.grammars.masks import Constraint
 
 from integration_tests.schemas import closed
 from integration_tests.server import workers_of

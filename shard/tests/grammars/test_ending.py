@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.ending import EndingSearch, ends
-from text_generation_shard.grammars.tokenizer import TokenizerFile
+from text_generation_shard.grammars.grammar import load_tokenizer
+from text_generation_shard.grammars.masks import Constraint
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def matching() -> LLTokenizer:
-    return TokenizerFile(EMBEDDED / "tokenizer.json", 4096, (2, 0)).load()
+    return load_tokenizer(EMBEDDED / "tokenizer.json", 4096, (2, 0))
 
 
 @pytest.mark.parametrize(

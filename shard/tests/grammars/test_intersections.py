@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from text_generation_shard.grammars.intersections import excess
+from text_generation_shard.grammars.schemas import excess
 
 from shard.tests.grammars.test_grammar import schema_text
 

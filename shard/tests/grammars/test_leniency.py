@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.leniency import lenient_text
+from text_generation_shard.grammars.schemas import lenient_text
 
 from shard.tests.driver import compile_now
 from shard.tests.grammars.test_grammar import EMBEDDED

@@ -10,7 +10,7 @@ from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.device.forward import RowState
 from text_generation_shard.engine.step import NewRequest, PooledOutput, PromptLogprobs
 from text_generation_shard.errors import BatchError
-from text_generation_shard.grammars.constraint import Constraint
+from text_generation_shard.grammars.masks import Constraint
 from text_generation_shard.sampling.table import SamplingTable
 
 

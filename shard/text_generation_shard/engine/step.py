@@ -10,8 +10,8 @@ from text_generation_proto import pb
 from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
-from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.masks import Constraint
 
 # The sampling parameters that have the same form in a message.
 _SAMPLING = tuple(own.name for own in fields(Sampling) if own.name != "logit_bias")

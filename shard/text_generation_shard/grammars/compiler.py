@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -20,8 +21,14 @@ from text_generation_process.worker import (
     WorkerTimeoutError,
 )
 
-from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried, try_text
-from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
+from text_generation_shard.grammars.grammar import (
+    Grammar,
+    GrammarError,
+    Tried,
+    compile_tried,
+    load_tokenizer,
+    try_text,
+)
 
 # Limits of the cache of compiled grammars: their number, and the bytes of their texts.
 _CACHED_GRAMMARS, _CACHED_BYTES = 64, 1 << 20
@@ -54,10 +61,11 @@ class GrammarCompiler:
     """
 
     def __init__(self, model_path: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._file = TokenizerFile(model_path / "tokenizer.json", vocab_size, tuple(eos_ids))
+        path = model_path / "tokenizer.json"
+        self._make_tokenizer = partial(load_tokenizer, path, vocab_size, eos_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        arguments = json.dumps([str(self._file.path), vocab_size, list(eos_ids)]).encode()
+        arguments = json.dumps([str(path), vocab_size, list(eos_ids)]).encode()
         self._worker = Worker(__name__, arguments, memory_bytes=_MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(_NUM_SHORT + _NUM_LONG, thread_name_prefix="grammar")
         self._num_long = 0
@@ -145,7 +153,7 @@ class GrammarCompiler:
     def _load(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._file.load()
+                self._tokenizer = self._make_tokenizer()
             return self._tokenizer
 
 
@@ -156,7 +164,7 @@ def prepare(arguments: bytes) -> "_Trials":
     """Load the tokenizer: its path, the size of the vocabulary, the end tokens."""
     path, vocab_size, eos_ids = json.loads(arguments)
     try:
-        return _Trials(TokenizerFile(Path(path), vocab_size, tuple(eos_ids)).load())
+        return _Trials(load_tokenizer(Path(path), vocab_size, eos_ids))
     except GrammarError as error:
         return _Trials(error)
 

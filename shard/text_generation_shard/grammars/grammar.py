@@ -1,18 +1,18 @@
-"""Compiles grammars. Does not import torch."""
+"""Compiles grammars, with a tokenizer made of the model's. Does not import torch."""
 
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from text_generation_shard.grammars.ending import EndingSearch
-from text_generation_shard.grammars.intersections import excess
-from text_generation_shard.grammars.leniency import lenient_text
+from text_generation_shard.grammars.schemas import excess, lenient_text
 
 # Limits of one grammar, in llguidance's units. They bound the time of compilation and masks, and
 # the lexer's memory, except for intersections of patterns, which are computed before the check:
@@ -37,6 +37,11 @@ _SHOWN_FIRST, _SHOWN_LAST = 120, 80
 # Numbered source lines in an error, and the marks below them.
 _SOURCE_LINE = re.compile(r"\s*(\d+ \|.*|\^+\s*)$")
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
+
+
+class GrammarError(ValueError):
+    """This request can not go on; other requests can. The message is one sentence for its user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +187,69 @@ def sentence(error: str) -> str:
     if "lexer error" in line:
         return f"the grammar is too complex to be followed: {line}; make it smaller"
     return f"{line}; make the grammar smaller" if "too many expressions" in line else line
+
+
+def load_tokenizer(path: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """llguidance's tokenizer, made of a model's tokenizer file, with the sizes of the model's
+    configuration; GrammarError if the file can not be used.
+
+    Added tokens are text, as in answers, unless they are special or end tokens.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            return _tokenizer_of(text, vocab_size, eos_ids)
+        except ValueError:
+            return _tokenizer_of(_without_added(vocab_size, text), vocab_size, eos_ids)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise GrammarError(
+            f"grammars do not work with this model's {path.name}: {error}"
+        ) from error
+
+
+def _tokenizer_of(text: str, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    end_tokens, are_text = list(eos_ids) or None, _added(text) - {*eos_ids}
+    # llguidance takes all added tokens for special ones.
+    slices: list[str] | None = [] if are_text else None
+    own = LLTokenizer(text, n_vocab=size, eos_token=end_tokens, slices=slices)
+    if not are_text:
+        return own
+    spelling = TokenizerWrapper(_Spelling(own, are_text))
+    return LLTokenizer(spelling, n_vocab=size, eos_token=end_tokens)
+
+
+def _without_added(vocab_size: int, text: str) -> str:
+    """A tokenizer.json without the added tokens that the model does not have."""
+    content = json.loads(text)
+    missing = [token for token in content["added_tokens"] if token["id"] >= vocab_size]
+    for token in missing:
+        content["added_tokens"].remove(token)
+        if isinstance(vocabulary := content["model"]["vocab"], dict):
+            vocabulary.pop(token["content"], None)
+    return json.dumps(content)
+
+
+def _added(tokenizer: str) -> set[int]:
+    """The ids of added tokens that are not special. The rest of the file may be large."""
+    if (key := _ADDED_TOKENS.search(tokenizer)) is None:
+        return set()
+    tokens, _ = json.JSONDecoder().raw_decode(tokenizer, key.end())
+    return {token["id"] for token in tokens or () if not token["special"]}
+
+
+class _Spelling:
+    """What llguidance asks of a tokenizer, in which `are_text` are no special tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, are_text: Set[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = tokenizer.eos_token
+        self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
+        self.special_token_ids = [
+            token for token in ids if tokenizer.is_special_token(token) and token not in are_text
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.tokenize_bytes(text)

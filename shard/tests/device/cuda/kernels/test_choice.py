@@ -145,8 +145,7 @@ def test_watermarks_and_grammars() -> None:
         SimpleNamespace(place=0, draft_tokens=[4]),
         SimpleNamespace(place=3, draft_tokens=[]),
     ]
-    forbidden = GrammarMasks(vocab, PLACE)._forbidden
-    allowed = StepGrammars(rows, job, vocab, PLACE, forbidden)
+    allowed = StepGrammars(GrammarMasks(vocab, PLACE), rows, job)
     table, history = SamplingTable(4), make_history(4, (1, 2))
     for row in range(4):
         table.set(row, Sampling(watermark=row > 1, do_sample=row == 3))
