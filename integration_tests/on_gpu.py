@@ -37,7 +37,7 @@ CARRIED = (
     *("opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-proto-grpc"),
     *("opentelemetry-sdk", "opentelemetry-semantic-conventions"),
     *("pydantic-core", "pytest", "pytest-asyncio", "referencing", "rpds-py", "sortedcontainers"),
-    *("starlette", "typing-inspection", "uvicorn"),
+    *("sse-starlette", "starlette", "typing-inspection", "uvicorn"),
 )
 # What the machine itself must have: pip installs the wheels.
 NEEDED = ("pip", "torch", "triton", "transformers", "numba")

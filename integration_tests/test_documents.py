@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from text_generation_process.flags import OPTIONS
-from text_generation_router.api.routes import NEEDS_KEY
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.keys import NEEDS_KEY

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +22,7 @@ from text_generation_router.api.errors import respond
 from text_generation_router.api.openai import chat, completions, reading
 from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
-from text_generation_router.api.routes import docs_behind_key
+from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.front import PROBES
@@ -90,7 +91,7 @@ def create_app(
     complete_openapi(app, app.state.routers, keys.are_asked_for)
     _add_error_handlers(app, config)
     if keys.are_asked_for and not config.public_docs:
-        app.add_middleware(docs_behind_key, config=config)
+        app.add_middleware(docs_behind_key, refuse=partial(respond, config=config))
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
@@ -100,6 +101,7 @@ def create_app(
     )
     if config.prometheus_port is not None:
         app.add_middleware(metrics_only, port=config.prometheus_port)
+    let_streams_finish()
     return app
 
 

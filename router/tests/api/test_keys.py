@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from text_generation_router.api.routes import NEEDS_KEY, JsonRoute
+from text_generation_router.api.routes import JsonRoute
 from text_generation_router.app import create_app
 from text_generation_router.edge.keys import NEEDS_KEY
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import OPENAI_ERRORS, ModelNotFoundError, is_anthropics
-from text_generation_router.api.routes import NEEDS_KEY, ServicesDependency, get
+from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.services import Services
 

@@ -2,101 +2,23 @@
 GET."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response, Security
+from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from fastapi.security import APIKeyHeader, HTTPBearer
 from pydantic import BaseModel
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from text_generation_router.api.body import BodyError, Parser, media_type, parsed, read_body
-from text_generation_router.api.errors import Responses, respond
+from text_generation_router.api.errors import Responses
 from text_generation_router.api.sse import disconnected
-from text_generation_router.config import RouterConfig
 from text_generation_router.edge.keys import NEEDS_KEY, check_key
-from text_generation_router.keys import Keys
-from text_generation_router.request_options import CALLER, NO_OPTIONS, options_of, read_options
+from text_generation_router.request_options import NO_OPTIONS, options_of, read_options
 from text_generation_router.services import Services
-
-
-async def _has_key(request: Request) -> None:
-    check_key(request.scope)
-
-
-# The two schemes are for the documentation: they refuse nothing.
-NEEDS_KEY: list[Any] = [
-    Depends(_has_key),
-    Security(
-        HTTPBearer(
-            description="An API key of this server, as OpenAI's clients send it.", auto_error=False
-        )
-    ),
-    Security(
-        APIKeyHeader(
-            name="x-api-key",
-            description="An API key of this server, as Anthropic's clients send it. "
-            "One of the two headers is enough.",
-            auto_error=False,
-        )
-    ),
-]
-"""The dependencies of a router whose routes are behind the API keys."""
-
-
-def docs_behind_key(app: ASGIApp, config: RouterConfig) -> ASGIApp:
-    """The same with the documentation behind the API keys."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        answering = app
-        # What the page of the documentation loads as well.
-        paths = ("/docs", "/api-doc/", "/static-offline-docs")
-        if scope["type"] == "http" and scope["path"].startswith(paths):
-            try:
-                check_key(scope)
-            except HTTPException as error:
-                answering = respond(Request(scope), error, config)
-        await answering(scope, receive, send)
-
-    return answer
-
-
-def check_key(scope: Scope) -> None:
-    """Finds the caller of the request, for its options. Raises HTTPException 401.
-
-    A second check of the same request does nothing.
-    """
-    if CALLER in scope:
-        return
-    state = scope["app"].state
-    keys = state.keys
-    assert isinstance(keys, Keys)
-    caller = keys.caller(_sent_key(scope), time.monotonic())
-    if caller is None:
-        state.services.metrics.request_unauthorized.inc()
-        raise HTTPException(
-            401,
-            "The API key is missing or wrong; send one that the server was started with as "
-            "`Authorization: Bearer KEY` or `x-api-key: KEY`",
-            {"www-authenticate": "Bearer"},
-        )
-    scope[CALLER] = caller
-
-
-def _sent_key(scope: Scope) -> bytes | None:
-    """The key in the header of OpenAI's or of Anthropic's clients; a repeated header has none."""
-    authorizations = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(authorizations) == 1:
-        scheme, _, key = authorizations[0].partition(b" ")
-        if scheme.lower() == b"bearer":
-            return bytes(key.strip())
-    others = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    return others[0].strip() if len(others) == 1 and len(authorizations) < 2 else None
 
 
 def events(description: str, event: type[BaseModel] | None = None) -> Responses:

@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fastapi import HTTPException, Request, Response, Security
-from fastapi.openapi.models import APIKey, HTTPBearer
-from fastapi.openapi.models import SecurityBase as SecurityModel
-from fastapi.security.base import SecurityBase
+from fastapi import Depends, HTTPException, Request, Response, Security
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from text_generation_router.callers import ANYBODY, Allowance, Caller, KeyLimits
@@ -158,29 +156,26 @@ class Keys:
         return hashlib.blake2b(text, digest_size=32, key=self._secret).digest()
 
 
-class KeyScheme(SecurityBase):
-    """A header with an API key, as OpenAPI declares it. A route that depends on it is behind the
-    keys; the request may send its key in the header of any scheme."""
-
-    def __init__(self, name: str, model: SecurityModel) -> None:
-        self.scheme_name = name
-        self.model = model
-
-    async def __call__(self, request: Request) -> None:
-        """Raises HTTPException 401."""
-        check_key(request.scope)
+async def _has_key(request: Request) -> None:
+    check_key(request.scope)
 
 
-_BEARER = HTTPBearer(description="An API key of this server, as OpenAI's clients send it.")
-_HEADER = {
-    "in": "header",
-    "name": "x-api-key",
-    "description": "An API key of this server, as Anthropic's clients send it. "
-    "One of the two headers is enough.",
-}
+# The two schemes are for the documentation: they refuse nothing.
 NEEDS_KEY: list[Any] = [
-    Security(KeyScheme("HTTPBearer", _BEARER)),
-    Security(KeyScheme("APIKeyHeader", APIKey.model_validate(_HEADER))),
+    Depends(_has_key),
+    Security(
+        HTTPBearer(
+            description="An API key of this server, as OpenAI's clients send it.", auto_error=False
+        )
+    ),
+    Security(
+        APIKeyHeader(
+            name="x-api-key",
+            description="An API key of this server, as Anthropic's clients send it. "
+            "One of the two headers is enough.",
+            auto_error=False,
+        )
+    ),
 ]
 """The dependencies of a router whose routes are behind the API keys."""
 

@@ -35,7 +35,7 @@ from text_generation_router.api.platforms.kserve_tensors import (
     packed,
     written,
 )
-from text_generation_router.api.routes import NEEDS_KEY, ServicesDependency, get, post_router
+from text_generation_router.api.routes import ServicesDependency, get, post_router
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest

@@ -8,7 +8,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from text_generation_router.api.errors import UNAUTHORIZED, ErrorResponse
-from text_generation_router.api.routes import NEEDS_KEY, ServicesDependency, get
+from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.api.tgi.schemas import InfoResponse
 from text_generation_router.config import VERSION
 from text_generation_router.edge.keys import NEEDS_KEY
