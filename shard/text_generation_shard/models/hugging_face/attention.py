@@ -86,7 +86,8 @@ class Interface:
         self.name = f"pytgi_{next(_numbers)}"
         # With masks that tell their window, see `_marked`.
         self.probing_name = f"{self.name}_probe"
-        self._handler: Handler | None = None
+        # Of the pass under way.
+        self.handler: Handler | None = None
         for name in (self.name, self.probing_name):
             AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(self.probing_name, _marked)
@@ -94,11 +95,11 @@ class Interface:
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
         """Calls inside go to this handler."""
-        self._handler = handler
+        self.handler = handler
         try:
             yield
         finally:
-            self._handler = None
+            self.handler = None
 
     def _attend(
         self,
@@ -121,13 +122,13 @@ class Interface:
                 f"{type(module).__name__} gives its attention {', '.join(sorted(found))}, which is "
                 "not supported"
             )
-        assert self._handler is not None, "a handler computes every pass"
+        assert self.handler is not None, "a handler computes every pass"
         scoring = None if softcap is None and s_aux is None else Scoring(softcap, s_aux)
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         call = Call(*sizes, scale, sliding_window, scoring)
         layer: int = module.layer_idx  # type: ignore[assignment]
-        return self._handler.attend(layer, query, key, value, attention_mask, call), None
+        return self.handler.attend(layer, query, key, value, attention_mask, call), None
 
 
 def _marked(
@@ -159,14 +160,29 @@ class Paged:
     """Attention over our cache, for one pass."""
 
     def __init__(self, attention: "LayeredAttention", batch: ForwardBatch) -> None:
-        self._attention = attention
-        self._plan = attention.plan(batch, attention.no_angles)
+        self._attention, self._batch = attention, batch
+        # By the sines and cosines of its rotation; 0: without.
+        self._plans: dict[int, list[AttentionPlan]] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call
     ) -> Tensor:
         """See Handler."""
-        return self._attention.attend(layer, (query, key, value), self._plan)
+        if (plan := self._plans.get(0)) is None:
+            plan = self._plans[0] = self._attention.plan(self._batch, self._attention.no_angles)
+        return self._attention.attend(layer, (query, key, value), plan)
+
+    def attend_rotated(
+        self, layer: int, heads: Tensor, embeddings: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Rotates queries and keys of heads [T, n, head_dim] first, by cosines and sines
+        [1, T, rotary_dim] that live as long as the pass; returns [T, num_heads * head_dim]."""
+        if (plan := self._plans.get(id(embeddings))) is None:
+            half = embeddings[0].shape[-1] // 2
+            table = torch.stack([part[0, :, :half] for part in embeddings], dim=1).float()
+            angles = Angles(table, torch.arange(len(table), device=table.device))
+            plan = self._plans[id(embeddings)] = self._attention.plan(self._batch, angles)
+        return self._attention.attend_rotated(layer, heads, plan)
 
 
 class _Kind(NamedTuple):
@@ -259,6 +275,12 @@ class LayeredAttention:
     ) -> Tensor:
         """Not called: transformers' modules call `attend`."""
         raise AssertionError("the modules of transformers call `attend`")
+
+    def attend_rotated(self, layer: int, heads: Tensor, plan: Sequence[AttentionPlan]) -> Tensor:
+        """See Paged."""
+        number, place = self._places[layer]
+        window = self._calls[layer].window
+        return self._own[number].forward(heads, place, window, True, plan[number])
 
     def attend(self, layer: int, heads: Sequence[Tensor], plan: Sequence[AttentionPlan]) -> Tensor:
         """See Handler. heads: queries, keys and values."""

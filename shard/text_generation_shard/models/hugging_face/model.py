@@ -1,7 +1,8 @@
 """A decoder whose modules are transformers' and whose attention, cache and products are ours."""
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ from text_generation_shard.device.forward import (
 )
 from text_generation_shard.errors import UnsupportedError
 from text_generation_shard.models.hugging_face.attention import (
+    Call,
     Handler,
     Interface,
     LayeredAttention,
@@ -28,6 +30,7 @@ from text_generation_shard.models.hugging_face.attention import (
     Probe,
 )
 from text_generation_shard.models.hugging_face.config import ATTENDING, TransformersConfig, refused
+from text_generation_shard.models.hugging_face.heads import UsualAttention, noted_rotations
 from text_generation_shard.models.hugging_face.loading import load
 from text_generation_shard.models.hugging_face.states import (
     Part,
@@ -36,6 +39,8 @@ from text_generation_shard.models.hugging_face.states import (
     parts_of,
 )
 from text_generation_shard.parallel import World
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersModel:
@@ -86,7 +91,11 @@ class TransformersModel:
         probe, text, states = Probe(), self.config.text, PassStates({}, is_empty=True)
         one = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._modules.set_attn_implementation(self._interface.probing_name)
-        with torch.inference_mode(), self._refused():
+        with (
+            torch.inference_mode(),
+            self._refused(),
+            noted_rotations(self._modules) as rotations,
+        ):
             size = self._run(one, one, probe, states).shape[-1]
         self._modules.set_attn_implementation(self._interface.name)
         kinds = self.config.layer_types or ["attention"] * text.num_hidden_layers
@@ -97,7 +106,22 @@ class TransformersModel:
                 f"attention interface, and {len(expected)} should"
             )
         calls = {layer: probe.calls[layer] for layer in expected}
+        self._take_usual(calls, rotations)
         return LayeredAttention(device, calls), RowStates(states.states), size
+
+    @torch.inference_mode()
+    def _take_usual(self, calls: Mapping[int, Call], rotations: Mapping[nn.Module, int]) -> None:
+        """Give attention modules of the usual form our forward."""
+        num_taken = 0
+        for module, num_rotated in rotations.items():
+            layer: int = module.layer_idx  # type: ignore[assignment]
+            call = calls[layer]
+            if call.head_dim == call.value_dim == call.size:
+                usual = UsualAttention(module, call, self._interface)
+                if usual.is_same(num_rotated):
+                    module.forward = usual
+                    num_taken += 1
+        logger.info("the attention of %d of %d layers is one call", num_taken, len(calls))
 
     def _refused(self) -> AbstractContextManager[None]:
         name = self.config.architecture

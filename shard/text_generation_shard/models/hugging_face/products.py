@@ -40,7 +40,7 @@ class Stacked:
 
     def __init__(self, matrix: Matrix, num_callers: int, num_inputs: int, own: slice) -> None:
         """own: this rank's inputs, which come alone, or with all `num_inputs`."""
-        self._matrix, self._num_callers = matrix, num_callers
+        self.matrix, self._num_callers = matrix, num_callers
         self._num_inputs, self._own, self._num_own = num_inputs, own, own.stop - own.start
         self._input: Tensor | None = None
         self._out, self._num_left = torch.empty(0), 0
@@ -53,7 +53,7 @@ class Stacked:
                 if rows.shape[1] != self._num_inputs:
                     raise ValueError(f"{rows.shape[1]} inputs for {self._num_inputs}")
                 rows = rows[:, self._own]
-            self._input, self._out = hidden, self._matrix(rows.contiguous())
+            self._input, self._out = hidden, self.matrix(rows.contiguous())
             self._num_left = self._num_callers
         out = self._out
         self._num_left -= 1
@@ -77,12 +77,20 @@ class Product(nn.Module):
         super().__init__()
         self._stacked, self.bias, self.weight = stacked, bias, packed(weight)
         self.out_features, self.in_features = weight.shape
-        self._own, self._finish = own, finish
+        self._own, self.finish = own, finish
+
+    @property
+    def matrix(self) -> Matrix:
+        """All outputs of the stack."""
+        return self._stacked.matrix
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, K] → […, N]."""
-        out = self._finish(self._stacked(hidden)[:, self._own], self.bias)
+        out = self.finish(self._stacked(hidden)[:, self._own], self.bias)
         return out.view(*hidden.shape[:-1], out.shape[1])
+
+    # Without hooks.
+    __call__ = forward
 
 
 class Packed(nn.Module):
@@ -126,6 +134,9 @@ class Norm(nn.Module):
         """[…, size] → the same."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return self._device.add_norm(rows, None, 1.0, self._factors, self._eps).view(hidden.shape)
+
+    # Without hooks.
+    __call__ = forward
 
 
 def norm_like(module: nn.Module, device: Device) -> Norm | None:
