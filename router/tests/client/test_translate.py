@@ -108,7 +108,7 @@ def test_a_request_goes_over_whole() -> None:
 
 def test_a_preempted_request_brings_what_it_has_generated() -> None:
     entry = make_entry()
-    entry.token_ids += [21, 22]
+    entry.add([21, 22])
     [request] = translate.to_prefill(
         Plan([entry], None, {}, {}, frozenset()), 3, None, "", 1
     ).batch.requests

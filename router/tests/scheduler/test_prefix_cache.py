@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
-from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache
+from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable, Chain
 
 BLOCK_SIZE = 2
 
@@ -17,16 +16,15 @@ def blocks_of(tokens: Sequence[int], make: type[bytes] = bytes) -> list[bytes]:
 
 
 class Shelf:
-    """An allocator with its cache, and texts that come and go as the Planner has them do."""
+    """An allocator, and texts that come and go as the Planner has them do."""
 
     def __init__(self, num_blocks: int, retains: bool = True) -> None:
         self.allocator = BlockAllocator(num_blocks, BLOCK_SIZE, retains)
-        self.cache = PrefixCache(self.allocator)
         self.tables: list[BlockTable] = []
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The blocks that hold its beginning."""
-        return self.cache.match(salt, blocks_of(tokens), {})[0]
+        return self.allocator.match(salt, blocks_of(tokens), {})[0]
 
     def fits(self, tokens: Sequence[int], salt: str = "") -> bool:
         """Whether there is room for a text and one token."""
@@ -36,11 +34,11 @@ class Shelf:
 
     def write(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
         """A table with the text, all of it published."""
-        shared, chain = self.cache.match(salt, blocks_of(tokens), {})
+        shared, chain = self.allocator.match(salt, blocks_of(tokens), {})
         table = self.allocator.allocate(len(tokens) + 1, shared)
         self.tables.append(table)
         unknown = blocks_of(tokens)[chain.num_blocks :]
-        self.cache.publish(chain, unknown, table[chain.num_blocks :])
+        self.allocator.publish(chain, unknown, table[chain.num_blocks :])
         return table
 
     def release(self, table: BlockTable) -> None:
@@ -61,9 +59,9 @@ def test_tokens_are_compared_and_not_only_hashed() -> None:
 
     shelf = Shelf(10)
     table = shelf.allocator.allocate(5)
-    shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4], Collides), table)
+    shelf.allocator.publish(Chain(""), blocks_of([1, 2, 3, 4], Collides), table)
     for tokens, num in [([1, 3], 0), ([1, 2, 4, 3], 1), ([1, 2, 3, 4], 2)]:
-        found, _ = shelf.cache.match("", blocks_of(tokens, Collides), {})
+        found, _ = shelf.allocator.match("", blocks_of(tokens, Collides), {})
         assert len(found) == num
 
 
@@ -73,10 +71,10 @@ def test_two_who_write_the_same_at_once() -> None:
     tables = [shelf.allocator.allocate(7) for _ in range(2)]
     shelf.tables += tables
     for table in tables:
-        shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4]), table)
+        shelf.allocator.publish(Chain(""), blocks_of([1, 2, 3, 4]), table)
     assert shelf.match([1, 2, 3, 4]) == tables[0][:2]
     shelf.release(tables[1])
-    assert len(shelf.cache) == 2 and shelf.allocator.num_used == 4
+    assert shelf.allocator.num_cached == 2 and shelf.allocator.num_used == 4
     shelf.integrity()
 
 
@@ -87,7 +85,7 @@ def test_nothing_is_found_behind_an_evicted_block() -> None:
     chain = Chain("")
     second = shelf.allocator.allocate(5)
     shelf.tables.append(second)
-    shelf.cache.publish(chain, blocks_of([1, 2, 3, 4]), second)
+    shelf.allocator.publish(chain, blocks_of([1, 2, 3, 4]), second)
     assert shelf.match([1, 2, 3, 4]) == [first[0], second[1]]
     shelf.release(first)
     third = shelf.allocator.allocate(4)
@@ -167,7 +165,7 @@ def test_it_does_what_the_plain_model_does(num_blocks: int, events: list) -> Non
             shelf.release(table)
             model.release(tokens)
         shelf.integrity()
-        assert len(shelf.cache) == len(model.known)
+        assert shelf.allocator.num_cached == len(model.known)
         assert shelf.allocator.num_used == model.num_in_use()
         for text in model.known:
             assert len(shelf.match(text)) == len(text) // BLOCK_SIZE

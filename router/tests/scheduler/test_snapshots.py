@@ -30,7 +30,7 @@ def run(desk: Desk, *parts: Any, **options: Any) -> Entry:
 
 def num_owned(desk: Desk) -> int:
     """Snapshots that are free or of a block, and not promised."""
-    snapshots = desk.planner.blocks.cache.snapshots
+    snapshots = desk.planner.blocks.allocator.snapshots
     assert not snapshots._nodes.keys() & set(snapshots._free)
     return len(snapshots._free) + len(snapshots._nodes)
 
@@ -145,7 +145,7 @@ def test_without_room_nothing_is_stored_or_shared() -> None:
 def test_a_snapshot_goes_with_its_block() -> None:
     desk = desk_of(num_blocks=6)
     run(desk, FIRST, [1])
-    free = desk.planner.blocks.cache.snapshots._free
+    free = desk.planner.blocks.allocator.snapshots._free
     assert len(free) == 9
     run(desk, range(50, 71), max_new_tokens=2)
     assert len(free) == 9
@@ -178,7 +178,7 @@ def test_a_state_behind_a_forgotten_block_is_not_kept() -> None:
     while second.num_computed < 16:
         desk.step()
     assert second.stores == {} and num_owned(desk) == 10
-    assert not desk.planner.blocks.cache.snapshots._nodes
+    assert not desk.planner.blocks.allocator.snapshots._nodes
 
 
 def test_what_is_promised_is_free_again_when_an_entry_leaves() -> None:
@@ -210,4 +210,4 @@ def test_other_models_store_nothing() -> None:
     desk = Desk()
     assert begun(run(desk, FIRST, SECOND, [1])) == (0, [])
     assert begun(run(desk, FIRST, THIRD, [1])) == (4, [])
-    assert desk.planner.blocks.cache.snapshots.promise() is None
+    assert desk.planner.blocks.allocator.snapshots.promise() is None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
+from text_generation_router.callers import EndingRate
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -30,8 +31,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.delivery import Delivery, Method
-from text_generation_router.scheduler.endings import EndingRate
-from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState, not_resumed
+from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import (
@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 AHEAD_S = 0.008
 # How long a step that succeeded proves that the shards work.
 FRESH_S = 1.0
+# A request that ran at this many losses of the shards may be their cause: it is not computed again.
+MOST_LOSSES = 3
 
 
 class Shards(Protocol):
@@ -84,11 +86,7 @@ class _Step:
     batch_id: int
     call: asyncio.Task[StepResult]
     launched: float
-
-    @property
-    def method(self) -> Method:
-        """The name of the call."""
-        return "prefill" if self.plan.admitted else "decode"
+    method: Method
 
 
 class Batcher:
@@ -107,7 +105,8 @@ class Batcher:
         resumes_streams: bool = True,
         most_losses: int = MOST_LOSSES,
     ) -> None:
-        """Entries are computed again by shards that replace lost ones; see `not_resumed`."""
+        """Entries are computed again by shards that replace lost ones; but those that ran at
+        `most_losses` losses end, and without `resumes_streams` the streams that have begun."""
         self._shards = shards
         self._resumes_streams = resumes_streams
         self._most_losses = most_losses
@@ -324,9 +323,9 @@ class Batcher:
         call = self._shards.step(plan, batch_id, cached_id)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        step = _Step(plan, batch_id, call, time.perf_counter())
-        self._metrics.batch_inference_count.inc(method=step.method)
-        return step
+        method: Method = "prefill" if plan.admitted else "decode"
+        self._metrics.batch_inference_count.inc(method=method)
+        return _Step(plan, batch_id, call, time.perf_counter(), method)
 
     def _note_admission(self, plan: Plan) -> None:
         now = time.perf_counter()
@@ -388,9 +387,13 @@ class Batcher:
         while self._num_losses != shards.num_losses:
             await self._deliver_reply()
             self._batch, self._num_losses = None, shards.num_losses
-            lost, resumes = self.planner.lose_blocks(), self._resumes_streams
-            for entry, error in not_resumed(lost, shards.error, resumes, self._most_losses):
-                self._end(entry, error)
+            for entry in self.planner.lose_blocks():
+                entry.num_losses += 1
+                if entry.num_losses >= self._most_losses:
+                    why = f"the shards ended {entry.num_losses} times while this request ran"
+                    self._end(entry, GenerationError(f"{why}: it is not computed again"))
+                elif entry.is_shown and entry.token_ids and not self._resumes_streams:
+                    self._end(entry, GenerationError(*shards.error.args))
             await shards.wait()
 
     async def _drop_rows(self) -> bool:

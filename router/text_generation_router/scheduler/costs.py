@@ -150,11 +150,13 @@ class ChunkedPrefill:
     ) -> None:
         """Learns from a step. `num_in_front`: for each prompt token the tokens that precede its
         part, summed up."""
-        step_ns, bits = self._decode_step_ns(num_decoding), num_decoding.bit_length()
-        if num_decoding and not num_prompt_tokens:
+        if not num_decoding:
+            return
+        if not num_prompt_tokens:
+            bits = num_decoding.bit_length()
             known = self._step_ns.get(bits, duration_ns)
             self._step_ns[bits] = known + (min(duration_ns, _MOST_CHANGE * known) - known) * _WEIGHT
-        elif num_decoding and step_ns and self._token_ns:
+        elif (step_ns := self._decode_step_ns(num_decoding)) and self._token_ns:
             tokens_ns = num_prompt_tokens * self._token_ns + num_in_front * self._context_ns
             measured = (duration_ns - step_ns) / tokens_ns
             measured = min(max(measured, 1 / _MOST_CHANGE), _MOST_CHANGE)

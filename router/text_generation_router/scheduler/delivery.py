@@ -52,7 +52,7 @@ class Delivery:
         metrics.batch_max_total_tokens.read = lambda: planner.blocks.allocator.num_blocks * size
         metrics.kv_blocks_used.read = lambda: planner.blocks.allocator.num_used
         metrics.kv_blocks_free.read = lambda: planner.blocks.allocator.num_free
-        metrics.prefix_cache_blocks.read = lambda: len(planner.blocks.cache)
+        metrics.prefix_cache_blocks.read = lambda: planner.blocks.allocator.num_cached
         metrics.request_preempted.read = lambda: planner.num_preempted
 
     def note_admission(self, plan: Plan) -> None:

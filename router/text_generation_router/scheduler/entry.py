@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
-from text_generation_router.errors import GenerationError, RouterError
+from text_generation_router.errors import RouterError
 from text_generation_router.request import (
     Ending,
     GeneratedText,
@@ -17,11 +17,7 @@ from text_generation_router.request import (
     TokenOutput,
 )
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.blocks import BlockTable
-from text_generation_router.scheduler.prefix_cache import Chain, Tokens
-
-# A request that ran at this many losses may be their cause: it is not computed again.
-MOST_LOSSES = 3
+from text_generation_router.scheduler.blocks import BlockTable, Chain, Tokens
 
 
 class EntryState(Enum):
@@ -65,6 +61,8 @@ class Entry:
         """The text side: what has been delivered so far."""
         self.token_ids: list[int] = []
         """The generated tokens; one step ahead of `answer` while a reply is delivered."""
+        self.num_tokens = self.prompt_tokens
+        """Prompt and generated tokens."""
         self.state = EntryState.QUEUED
         self.group = group
         """Equal for all sequences of one prompt; None where there is only one."""
@@ -110,11 +108,6 @@ class Entry:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
-        return self.prompt_tokens + len(self.token_ids)
-
-    @property
     def input_ids(self) -> tuple[int, ...]:
         """The input of a prefill: the prompt, and after preemption the generated tokens too."""
         return (*self.prompt_ids, *self.token_ids)
@@ -140,15 +133,22 @@ class Entry:
                 tokens = (*tokens, *generated)
             yield array("I", tokens).tobytes()
 
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Adds generated tokens; the KV of all but the last is written."""
+        self.token_ids += token_ids
+        self.num_tokens += len(token_ids)
+        self.num_computed = self.num_tokens - 1
+
     def deliver(self, outputs: Iterable[TokenOutput]) -> None:
         """Adds the outputs of one step; the client wakes up once for all of them."""
         self._outputs.extend(outputs)
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: RouterError) -> None:
         """Ends with an error, which follows the unread outputs."""
         self._failure = error
-        self._wake()
+        self.deliver(())
 
     def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
         return self
@@ -200,22 +200,3 @@ class Entry:
             inference_s=inference_s,
             time_per_token_s=inference_s / max(1, generated.generated_tokens),
         )
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def not_resumed(
-    ran: Iterable[Entry], error: GenerationError, resumes_streams: bool, most_losses: int
-) -> Iterator[tuple[Entry, GenerationError]]:
-    """Of the entries that ran when the shards were lost with `error`, those that are not computed
-    again, with their errors: those that ran at `most_losses` losses, and without `resumes_streams`
-    the streams that have begun."""
-    for entry in ran:
-        entry.num_losses += 1
-        if entry.num_losses >= most_losses:
-            why = f"the shards ended {entry.num_losses} times while this request ran"
-            yield entry, GenerationError(f"{why}: it is not computed again")
-        elif entry.is_shown and entry.token_ids and not resumes_streams:
-            yield entry, GenerationError(*error.args)

@@ -3,10 +3,9 @@
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from text_generation_router.scheduler.blocks import BlockAllocator
+from text_generation_router.scheduler.blocks import BlockAllocator, Chain, PendingBlocks, Tokens
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import SchedulerLimits
-from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache, Tokens
 
 
 class SharedBlocks(NamedTuple):
@@ -21,7 +20,7 @@ class SharedBlocks(NamedTuple):
 
 
 class EntryBlocks:
-    """Owns all blocks and the prefix cache; the only one that changes the blocks of an entry."""
+    """Owns all blocks; the only one that changes the blocks of an entry."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         """Raises ValueError, for the user, if there is not a single block."""
@@ -32,9 +31,10 @@ class EntryBlocks:
                 f"Given: {limits.max_batch_total_tokens}"
             )
         self._limits = limits
-        self.allocator = BlockAllocator(num_blocks, limits.block_size, limits.shares_prefixes)
+        self.allocator = BlockAllocator(
+            num_blocks, limits.block_size, limits.shares_prefixes, limits.num_snapshots or 0
+        )
         self._keeps_state = limits.num_snapshots is not None
-        self.cache = PrefixCache(self.allocator, limits.num_snapshots or 0)
         # The sequence of a prompt with several that was admitted last and is to store its state.
         self._leader: Entry | None = None
 
@@ -55,10 +55,10 @@ class EntryBlocks:
         if salt is not None and not entry.needs_all_computed:
             # The last token is always computed: its output is the next token.
             blocks = entry.full_blocks(0, entry.num_tokens - 1, self._limits.block_size)
-            shared, chain = self.cache.match(salt, blocks, pending)
+            shared, chain = self.allocator.match(salt, blocks, pending)
             if self._keeps_state:
                 num_known = chain.num_blocks * self._limits.block_size
-                snapshot = self.cache.snapshots.cut_back(chain)
+                snapshot = self.allocator.snapshots.cut_back(chain)
                 del shared[chain.num_blocks :]
         num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
         if allocator.num_free - allocator.num_idle(shared) - num_new < num_running:
@@ -75,7 +75,7 @@ class EntryBlocks:
     def _promise_snapshots(self, entry: Entry, chain: Chain, num_known: int) -> None:
         """Has an entry store its state where its text branches off from known ones, and behind the
         last block of its prompt, from where the same prompt or a longer one can go on."""
-        snapshots, block_size = self.cache.snapshots, self._limits.block_size
+        snapshots, block_size = self.allocator.snapshots, self._limits.block_size
         if entry.snapshot is not None:
             snapshots.use(entry.snapshot)
         last = (entry.prompt_tokens - 1) // block_size * block_size
@@ -108,7 +108,7 @@ class EntryBlocks:
         # The state behind pending blocks is not known before they are computed.
         if (chain := entry.chain) is not None and not self._keeps_state:
             unknown = self._unknown(entry, chain, entry.num_computed + chunk)
-            self.cache.expect(chain, *unknown, pending)
+            self.allocator.expect(chain, *unknown, pending)
 
     def publish(self, entry: Entry) -> None:
         """Adds the blocks that are computed to the prefix cache, and the states that are stored."""
@@ -116,9 +116,9 @@ class EntryBlocks:
         if chain is None or entry.num_computed // self._limits.block_size <= chain.num_blocks:
             return
         for position in [each for each in entry.stores if each <= entry.num_computed]:
-            self.cache.publish(chain, *self._unknown(entry, chain, position))
-            self.cache.snapshots.keep(chain, entry.stores.pop(position))
-        self.cache.publish(chain, *self._unknown(entry, chain, entry.num_computed))
+            self.allocator.publish(chain, *self._unknown(entry, chain, position))
+            self.allocator.snapshots.keep(chain, entry.stores.pop(position))
+        self.allocator.publish(chain, *self._unknown(entry, chain, entry.num_computed))
 
     def _unknown(
         self, entry: Entry, chain: Chain, num_tokens: int
@@ -160,6 +160,6 @@ class EntryBlocks:
         assert entry.block_table is not None
         self.allocator.release(entry.block_table)
         for snapshot in entry.stores.values():
-            self.cache.snapshots.give_back(snapshot)
+            self.allocator.snapshots.give_back(snapshot)
         entry.block_table = entry.chain = entry.snapshot = None
         entry.stores = {}

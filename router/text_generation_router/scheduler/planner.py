@@ -10,11 +10,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
+from text_generation_router.scheduler.blocks import PendingBlocks
 from text_generation_router.scheduler.costs import Budget, ChunkedPrefill
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.entry_blocks import EntryBlocks
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
-from text_generation_router.scheduler.prefix_cache import PendingBlocks
 from text_generation_router.scheduler.shards import StepResult
 
 _RANK = attrgetter("rank")
@@ -308,9 +308,7 @@ class Planner:
         start = 0
         for request_id, num in zip(result.request_ids, result.counts, strict=True):
             if request_id not in result.errors:
-                entry = plan.entries[request_id]
-                entry.token_ids += result.token_ids[start : start + num]
-                entry.num_computed = entry.num_tokens - 1
+                plan.entries[request_id].add(result.token_ids[start : start + num])
             start += num
         for entry in plan.entries.values():
             if entry.id not in result.errors:

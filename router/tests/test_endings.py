@@ -1,7 +1,7 @@
 """When it is worth coming again."""
 
 import pytest
-from text_generation_router.scheduler.endings import MAX_ENDINGS, EndingRate
+from text_generation_router.callers import MAX_ENDINGS, EndingRate
 
 
 def test_before_the_first_ending_it_is_as_long_again() -> None:
