@@ -12,14 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import (
-    AbstractAsyncContextManager,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -114,15 +107,13 @@ class Infer:
                 charge = None if caller.allowance is None else caller.allowance.take
                 entries = self._batcher.submit_many(requests, arrival, charge)
                 if options.trace is not None:
-                    options.trace.follow(entries, arrival)
+                    options.trace.follow(entries)
                 if charge is not None:
                     charge(len(request.input_ids), time.perf_counter())
-                wait_s = self._max_queue_wait_s
-                limits: AbstractAsyncContextManager[None] = nullcontext()
-                if deadline is not None or wait_s is not None:
-                    limits = time_limited(self._batcher, entries, deadline, wait_s)
                 try:
-                    async with limits:
+                    async with time_limited(
+                        self._batcher, entries, deadline, self._max_queue_wait_s
+                    ):
                         yield entries
                 finally:
                     for entry in entries:
@@ -253,18 +244,9 @@ class Infer:
         metrics.request_inference_duration.observe(ending.inference_s)
         metrics.request_mean_time_per_token_duration.observe(ending.time_per_token_s)
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
-        if not is_logged:
-            return
-        logger.info(
-            "Success total_time=%.6fs validation_time=%.6fs queue_time=%.6fs "
-            "inference_time=%.6fs time_per_token=%.6fs seed=%s",
-            ending.total_s,
-            ending.validation_s,
-            ending.queue_s,
-            ending.inference_s,
-            ending.time_per_token_s,
-            ending.generated.seed,
-        )
+        if is_logged:
+            times = " ".join(f"{name}={seconds:.6f}s" for name, seconds in ending.times.items())
+            logger.info("Success %s seed=%s", times, ending.generated.seed)
 
 
 @asynccontextmanager

@@ -168,6 +168,17 @@ class Ending:
     inference_s: float
     time_per_token_s: float
 
+    @property
+    def times(self) -> dict[str, float]:
+        """How long its parts took, by TGI's names in logs and headers."""
+        return {
+            "total_time": self.total_s,
+            "validation_time": self.validation_s,
+            "queue_time": self.queue_s,
+            "inference_time": self.inference_s,
+            "time_per_token": self.time_per_token_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:

@@ -17,7 +17,7 @@ from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
-from text_generation_router.client.recovery import Reconnection, Trace, WatchedShards
+from text_generation_router.client.recovery import Reconnection, WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
@@ -159,11 +159,7 @@ def assemble(
     if config.restart and isinstance(shards, ShardedClient):
         metrics.restarts.inc(config.num_restarts, process="router")
         connect = Reconnection(config, info, warmup)
-    trace: Trace | None = None
-    if tracing is not None:
-        from text_generation_router.tracing.requests import StepTrace
-
-        trace = StepTrace(tracing)
+    trace = None if tracing is None else tracing.begin_step
     note_restart = partial(metrics.restarts.inc, process="shard")
     watch = WatchedShards(shards, deadlines, connect, note_restart, trace)
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, config.resume_streams)

@@ -13,7 +13,7 @@ from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Request
 from text_generation_router.tracing import requests as spans
-from text_generation_router.tracing.requests import StepTrace, TracedRequests
+from text_generation_router.tracing.requests import TracedRequests
 
 from router.tests.scheduling import (
     Failing,
@@ -62,7 +62,7 @@ class Traced:
     def watched(self, shards: FakeShards) -> WatchedShards:
         """The traced shards, for the batcher."""
         self.told = shards
-        return WatchedShards(shards, trace=StepTrace(self.requests))
+        return WatchedShards(shards, trace=self.requests.begin_step)
 
     async def ask(
         self, rig: Rig, *requests: Request, leaves: bool = False, parent: str = ""
@@ -71,9 +71,9 @@ class Traced:
         headers = [(b"traceparent", parent.encode())] if parent else []
         scope = {"method": "POST", "path": "/", "scheme": "http", "headers": headers}
         trace, arrival = self.requests.begin(scope), time.perf_counter()
-        entries = rig.batcher.submit_many(requests)
+        entries = rig.batcher.submit_many(requests, arrival)
         if trace is not None:
-            trace.follow(entries, arrival)
+            trace.follow(entries)
         outcomes = []
         if leaves:
             await rig.turn(random.randrange(30))

@@ -42,14 +42,16 @@ _CHAT = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 
 
 class TracedRequests:
-    """Owns the traces of the requests in flight. `sequences` has their sequences that the scheduler
-    holds, by entry id. Used only from the event loop.
+    """Owns the traces of the requests in flight; makes spans for some steps. `sequences` has the
+    sequences that the scheduler holds, by entry id. Used only from the event loop.
     """
 
     def __init__(self, tracer: Tracer, model: str) -> None:
         self.tracer = tracer
         self.model = model
         self.sequences: dict[int, SequenceTrace] = {}
+        # When the span of a step began last.
+        self._last_span = 0.0
 
     def begin(self, scope: Scope) -> "RequestTrace | None":
         """The trace of a new request, as a child of its `traceparent`; None: it is not sampled."""
@@ -82,6 +84,71 @@ class TracedRequests:
                 trace.close(scope)
 
         return traced
+
+    # ---- Steps ----
+
+    def begin_step(self, plan: Plan) -> tuple[str, Callable[[asyncio.Future[StepResult]], None]]:
+        """The context of the span of a step, and what ends the span; see `recovery.Trace`.
+
+        The parent is the request of a sequence that is new to its phase, or else the oldest one;
+        the span has links to the others in the step.
+        """
+        found = self.sequences
+        for entry in plan.admitted:
+            if entry.id in found:
+                found[entry.id].is_fresh = True
+        rows = {i: found[i] for i in plan.entries if i in found}
+        inside = [row for i, row in rows.items() if row.prefilled or i in plan.chunks]
+        method, began = "Prefill" if plan.admitted else "Decode", time.time_ns()
+        is_time = time.monotonic() - self._last_span > EVERY_S
+        has_span = is_time or any(sequence.is_fresh for sequence in inside)
+        span = self._step_span(method, began, inside) if has_span else None
+        return traceparent(span), partial(self._end_step, span, method, began, rows)
+
+    def _end_step(
+        self,
+        span: Span | None,
+        method: str,
+        began: int,
+        rows: Mapping[int, "SequenceTrace"],
+        step: asyncio.Future[StepResult],
+    ) -> None:
+        """Ends the span of a step that is done. `rows`: its sequences that are traced."""
+        error = asyncio.CancelledError() if step.cancelled() else step.exception()
+        if error is not None:
+            end_span(span, error)
+            return
+        result = step.result()
+        if span is None and (last := result.ended & rows.keys()):
+            # Only its result shows that a step is a sequence's last: the shards have no spans.
+            span = self._step_span(method, began, [rows[i] for i in sorted(last)])
+        for i in rows.keys() & set(result.request_ids):
+            if not rows[i].prefilled:
+                rows[i].prefilled, rows[i].is_fresh = time.perf_counter(), True
+        if span is not None:
+            span.set_attribute("batch_size", len(result.request_ids))
+            span.set_attribute("forward_ns", result.forward_ns)
+            span.set_attribute("decode_ns", result.decode_ns)
+        end_span(span)
+
+    def _step_span(self, method: str, began: int, inside: Sequence["SequenceTrace"]) -> Span | None:
+        """The span of a step; None: no sequence in it is traced."""
+        fresh_first = sorted(inside, key=lambda sequence: not sequence.is_fresh)
+        requests = list(dict.fromkeys(sequence.request for sequence in fresh_first))
+        if not requests:
+            return None
+        span = self.tracer.start_span(
+            f"{SERVICE}/{method}",
+            requests[0].context,
+            SpanKind.CLIENT,
+            {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method},
+            [request.link for request in requests[1 : MOST_LINKS + 1]],
+            began,
+        )
+        for sequence in inside:
+            sequence.note_step(span.get_span_context())
+        self._last_span = time.monotonic()
+        return span
 
 
 class RequestTrace:
@@ -131,8 +198,8 @@ class RequestTrace:
         """A reading of `time.perf_counter()` as the time of a span."""
         return self._epoch_ns + int(reading * 1e9)
 
-    def follow(self, entries: Sequence[Entry], arrival: float) -> None:
-        """Traces the sequences of one prompt, just submitted. `arrival`: when the prompt came."""
+    def follow(self, entries: Sequence[Entry]) -> None:
+        """Traces the sequences of one prompt, just submitted."""
         first, sequences = entries[0], self._requests.sequences
         if not self._num_sequences:
             # No text of the request leaves the server.
@@ -144,9 +211,9 @@ class RequestTrace:
                 **({"gen_ai.request.top_k": sampling.top_k} if sampling.top_k else {}),
             }
         if self._num_sequences < MOST_SEQUENCES:
-            self.span("validation", arrival).end(self.ns(first.queued))
+            self.span("validation", first.arrival).end(self.ns(first.queued))
         for entry in entries[: max(0, MOST_SEQUENCES - self._num_sequences)]:
-            sequences[entry.id] = SequenceTrace(self, entry, arrival)
+            sequences[entry.id] = SequenceTrace(self, entry)
         self._num_sequences += len(entries)
         self._input_tokens += first.prompt_tokens
 
@@ -220,14 +287,13 @@ class SequenceTrace:
     """One sequence of a request. Its phases become spans when it has ended: `queue`, `prefill` and
     `decode`, the last two with links to the first and the last step in it that has a span."""
 
-    def __init__(self, request: RequestTrace, entry: Entry, arrival: float) -> None:
+    def __init__(self, request: RequestTrace, entry: Entry) -> None:
         self.request = request
         self.prefilled = 0.0
         """When its prompt was computed; 0 before."""
         self.is_fresh = True
         """Whether no step in its phase, or since it was preempted, has a span yet."""
         self._entry = entry
-        self._arrival = arrival
         # Of the prefill, and of the decode.
         self._steps: tuple[list[SpanContext], list[SpanContext]] = ([], [])
 
@@ -236,10 +302,6 @@ class SequenceTrace:
         steps = self._steps[self.prefilled > 0]
         steps[:] = [*steps[:1], step]
         self.is_fresh = False
-
-    def finish_prefill(self) -> None:
-        """The first token is computed."""
-        self.prefilled, self.is_fresh = time.perf_counter(), True
 
     def end(self, now: float, error_type: str) -> None:
         """The sequence has ended, with an error unless `error_type` is empty."""
@@ -263,88 +325,13 @@ class SequenceTrace:
         """The durations: with TGI's names, as text, and with vLLM's, in seconds."""
         started = self._entry.started
         assert started is not None, "it has generated something"
-        words = {
-            "total_time": ending.total_s,
-            "validation_time": ending.validation_s,
-            "queue_time": ending.queue_s,
-            "inference_time": ending.inference_s,
-            "time_per_token": ending.time_per_token_s,
-        }
         return {
-            **{name: f"{seconds:.6f}s" for name, seconds in words.items()},
+            **{name: f"{seconds:.6f}s" for name, seconds in ending.times.items()},
             "seed": str(ending.generated.seed),
             "gen_ai.latency.e2e": ending.total_s,
-            "gen_ai.latency.time_to_first_token": self.prefilled - self._arrival,
+            "gen_ai.latency.time_to_first_token": self.prefilled - self._entry.arrival,
             "gen_ai.latency.time_in_queue": ending.queue_s,
             "gen_ai.latency.time_in_model_prefill": self.prefilled - started,
             "gen_ai.latency.time_in_model_decode": now - self.prefilled,
             "gen_ai.latency.time_in_model_inference": ending.inference_s,
         }
-
-
-class StepTrace:
-    """Makes spans for some steps. The parent is the request of a sequence that is new to its phase,
-    or else the oldest one; the span has links to the others in the step."""
-
-    def __init__(self, requests: TracedRequests) -> None:
-        self._requests = requests
-        self._last_span = 0.0
-
-    def __call__(self, plan: Plan) -> tuple[str, Callable[[asyncio.Future[StepResult]], None]]:
-        """The context of the span of a step, and what ends the span; see `recovery.Trace`."""
-        found = self._requests.sequences
-        for entry in plan.admitted:
-            if entry.id in found:
-                found[entry.id].is_fresh = True
-        rows = {i: found[i] for i in plan.entries if i in found}
-        inside = [row for i, row in rows.items() if row.prefilled or i in plan.chunks]
-        method, began = "Prefill" if plan.admitted else "Decode", time.time_ns()
-        is_time = time.monotonic() - self._last_span > EVERY_S
-        has_span = is_time or any(sequence.is_fresh for sequence in inside)
-        span = self._span(method, began, inside) if has_span else None
-        return traceparent(span), partial(self._end, span, method, began, rows)
-
-    def _end(
-        self,
-        span: Span | None,
-        method: str,
-        began: int,
-        rows: Mapping[int, "SequenceTrace"],
-        step: asyncio.Future[StepResult],
-    ) -> None:
-        """Ends the span of a step that is done. `rows`: its sequences that are traced."""
-        error = asyncio.CancelledError() if step.cancelled() else step.exception()
-        if error is not None:
-            end_span(span, error)
-            return
-        result = step.result()
-        if span is None and (last := result.ended & rows.keys()):
-            # Only its result shows that a step is a sequence's last: the shards have no spans.
-            span = self._span(method, began, [rows[i] for i in sorted(last)])
-        for i in rows.keys() & set(result.request_ids):
-            if not rows[i].prefilled:
-                rows[i].finish_prefill()
-        if span is not None:
-            span.set_attribute("batch_size", len(result.request_ids))
-            span.set_attribute("forward_ns", result.forward_ns)
-            span.set_attribute("decode_ns", result.decode_ns)
-        end_span(span)
-
-    def _span(self, method: str, began: int, inside: Sequence[SequenceTrace]) -> Span | None:
-        """The span of a step; None: no sequence in it is traced."""
-        fresh_first = sorted(inside, key=lambda sequence: not sequence.is_fresh)
-        requests = list(dict.fromkeys(sequence.request for sequence in fresh_first))
-        if not requests:
-            return None
-        span = self._requests.tracer.start_span(
-            f"{SERVICE}/{method}",
-            requests[0].context,
-            SpanKind.CLIENT,
-            {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method},
-            [request.link for request in requests[1 : MOST_LINKS + 1]],
-            began,
-        )
-        for sequence in inside:
-            sequence.note_step(span.get_span_context())
-        self._last_span = time.monotonic()
-        return span
