@@ -1,12 +1,12 @@
 """`text-generation-router`: parses flags, starts the services in order, serves until SIGTERM."""
 
 import argparse
+import asyncio
 import gc
 import logging
 import os
 import signal
 import sys
-import types
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING
@@ -129,14 +129,15 @@ async def serve(
         app = create_app(config, services, keys)
         await stack.enter_async_context(app.router.lifespan_context(app))
         server.open(app, services)
-        # uvicorn raises the signal that stopped it again at its end, which must not kill us.
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _announce)
+            loop.add_signal_handler(number, server.handle_exit, number, None)
         address, port = sockets[0].getsockname()[:2]
         logger.info("Serving %s on %s port %d", config.served_model_id, address, port)
         logger.info("Connected")
-        with server.capture_signals():
-            await serving
+        await serving
+        for number in server.stopped_by:
+            logger.info("Stopped by %s", number.name)
     if server.failure is not None:
         logger.error("%s; the server exits so that it can be restarted", server.failure)
         return 1
@@ -149,7 +150,9 @@ def _warn_of_few_files(config: RouterConfig, limit: int) -> None:
         logger.warning(
             "This process may open %d files (ulimit -Hn), and --max-concurrent-requests %d takes "
             "up to %d: raise the limit, or some connections will be refused",
-            *(limit, config.max_concurrent_requests, needed),
+            limit,
+            config.max_concurrent_requests,
+            needed,
         )
 
 
@@ -161,11 +164,6 @@ def calm_garbage_collector() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 5, 5)
-
-
-def _announce(number: int, frame: types.FrameType | None) -> None:
-    """Runs when uvicorn raises its signal again, after the last response."""
-    logger.info("Stopped by %s", signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 import types
 from collections.abc import AsyncIterator
@@ -73,6 +74,8 @@ class Server(uvicorn.Server):
         self._patience_s = config.graceful_termination_timeout
         self._certificate = certificate
         self._is_full = False
+        self.stopped_by: list[signal.Signals] = []
+        """The signals that it got."""
 
     def open(self, app: ASGIApp, services: Services) -> None:
         """The start is over: from now on `app` answers, on top of these services."""
@@ -81,20 +84,21 @@ class Server(uvicorn.Server):
 
     @asynccontextmanager
     async def serving(self, sockets: list[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
-        """Answers on these ports in the block, until the yielded task ends. Raises StartError."""
+        """Answers on these ports in the block, until the yielded task ends."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup(sockets)
-        task = asyncio.create_task(self._serve_until_exit())
+        await self.startup([*multiplied(sockets[0]), *sockets[1:]])
+
+        async def serve_until_exit() -> None:
+            await self.main_loop()
+            await self.shutdown()
+
+        task = asyncio.create_task(serve_until_exit())
         try:
             yield task
         finally:
             self.should_exit = True
             await task
-
-    async def _serve_until_exit(self) -> None:
-        await self.main_loop()
-        await self.shutdown()
 
     @property
     def failure(self) -> str | None:
@@ -109,21 +113,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         """Called for every signal; the first one stops new requests immediately."""
         self.force_exit = self.should_exit
+        self.should_exit = True
+        self.stopped_by.append(signal.Signals(sig))
         self._front.close()
         self._state.go(State.DRAINING)
-        super().handle_exit(sig, frame)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens. Raises StartError if another program listens on the port."""
-        assert sockets is not None
-        hostname, port = sockets[0].getsockname()[:2]
-        listeners = [*multiplied(sockets[0]), *sockets[1:]]
-        try:
-            await super().startup(listeners)
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            raise _not_there(hostname, port, str(error.strerror)) from error
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop now; uvicorn calls it ten times a second."""
@@ -218,16 +211,14 @@ def multiplied(listener: socket.socket) -> list[socket.socket]:
 
 
 def bind(hostname: str, port: int) -> socket.socket:
-    """A bound socket that does not listen: the system may bind several of them to one port, of
-    which only the first that listens gets it. Raises StartError."""
+    """A socket that listens. Raises StartError."""
     try:
-        return bind_port(hostname, port)
+        listener = bind_port(hostname, port)
+        # The system may bind several to one port, of which only the first that listens gets it.
+        listener.listen(BACKLOG)
     except OSError as error:
-        raise _not_there(hostname, port, str(error.strerror)) from error
-
-
-def _not_there(hostname: str, port: int, why: str) -> StartError:
-    return StartError(
-        f"Can not listen on {hostname} port {port}: {why}; choose another with "
-        "--port, --prometheus-port or --hostname"
-    )
+        raise StartError(
+            f"Can not listen on {hostname} port {port}: {error.strerror}; choose another with "
+            "--port, --prometheus-port or --hostname"
+        ) from error
+    return listener
