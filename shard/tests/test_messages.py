@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from text_generation_shard.errors import BatchError, OwnError
-from text_generation_shard.messages import NumberedMessages
+from text_generation_shard.messages import Messages
 
 from shard.tests.ranks import Board, ThreadCollectives
 
@@ -18,7 +18,7 @@ class Rank:
         self.turns, self.failed, self.gaps = list[int](), list[int](), list[int]()
         collectives = ThreadCollectives(Board(1), 0)
         collectives.fail = self.failed.append  # type: ignore[method-assign]
-        self.messages = NumberedMessages(
+        self.messages = Messages(
             device_thread=thread,
             collectives=collectives,
             deadline_s=deadline_s,

@@ -31,38 +31,8 @@ def _nothing() -> None:
     pass
 
 
-class Messages:
-    """Carries out messages in the device thread, in order of arrival. Used from one event loop."""
-
-    def __init__(self, device_thread: ThreadPoolExecutor) -> None:
-        self.device_thread = device_thread
-        self.last_number = 0
-        """The highest number taken."""
-
-    def take(self, number: int, may_skip: bool = False) -> None:
-        """Register a message; `run` or `abandon` must follow. may_skip: it resets all state, so it
-        needs no earlier message. BatchError if the number is invalid."""
-        if number:
-            self.last_number = number
-
-    def abandon(self, number: int, error: BaseException) -> None:
-        """Fail a message that was taken and could not be prepared; it still has its turn."""
-
-    def run(
-        self,
-        number: int,
-        work: Callable[[], _T],
-        is_ahead: bool = False,
-        undo: Callable[[], None] = _nothing,
-    ) -> "asyncio.Future[_T]":
-        """The result of `work`, computed in the device thread. With several ranks, is_ahead: it was
-        sent before the previous message was answered, and fails if that one failed, because the
-        state of this rank may differ from the others'; `undo` runs if the message fails on this
-        rank or another."""
-        return asyncio.get_running_loop().run_in_executor(self.device_thread, work)
-
-    def close(self) -> None:
-        """Cancel the messages that have not begun."""
+def _ignored(error: RankError) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -81,25 +51,28 @@ class _Message:
     undo: Callable[[], None] = _nothing
 
 
-class NumberedMessages(Messages):
-    """Messages to one of several ranks. Owns which have arrived, and the outcome of the last one.
+class Messages:
+    """Carries out messages in the device thread. Used from one event loop.
 
-    They have their turns in the order of their numbers. A message waits for those before it, until
-    a message that may skip them has arrived, or one is late. Each message that was taken is carried
-    out, even if its call was cancelled: the other ranks carry it out, too.
+    With one rank, in order of arrival. With several, in the order of their numbers: a message waits
+    for those before it, until a message that may skip them has arrived, or one is late. Each that
+    was taken is carried out, even if its call was cancelled: the other ranks carry it out, too.
     """
 
     def __init__(
         self,
         device_thread: ThreadPoolExecutor,
-        collectives: Collectives,
-        deadline_s: float,
-        on_gap: Callable[[], None],
-        on_final: Callable[[RankError], None],
+        collectives: Collectives | None = None,
+        deadline_s: float = 0.0,
+        on_gap: Callable[[], None] = _nothing,
+        on_final: Callable[[RankError], None] = _ignored,
     ) -> None:
-        """A missing message is awaited for `deadline_s`. `on_gap` is called in the device thread
-        when messages are skipped, `on_final` in the event loop when another rank is lost."""
-        super().__init__(device_thread)
+        """collectives: of several ranks. A missing message is awaited for `deadline_s`. `on_gap` is
+        called in the device thread when messages are skipped, `on_final` in the event loop when
+        another rank is lost."""
+        self.device_thread = device_thread
+        self.last_number = 0
+        """The highest number taken."""
         self._collectives, self._deadline_s = collectives, deadline_s
         self._on_gap, self._on_final = on_gap, on_final
         self._messages: dict[int, _Message] = {}
@@ -109,7 +82,11 @@ class NumberedMessages(Messages):
         self._error: type[BatchError] | None = None
 
     def take(self, number: int, may_skip: bool = False) -> None:
-        """See Messages."""
+        """Register a message; `run` or `abandon` must follow. may_skip: it resets all state, so it
+        needs no earlier message. BatchError if the number is invalid."""
+        if self._collectives is None:
+            self.last_number = number or self.last_number
+            return
         if not number:
             raise BatchError(
                 "a message without a number came to one of several shards, which take messages in "
@@ -127,13 +104,14 @@ class NumberedMessages(Messages):
             message.timer = loop.call_later(self._deadline_s, self._expire, number)
 
     def abandon(self, number: int, error: BaseException) -> None:
-        """See Messages."""
+        """Fail a message that was taken and could not be prepared; it still has its turn."""
 
         def fail() -> None:
             raise OwnError(f"message {number} failed early: {error or type(error).__name__}")
 
         # Its answer is not awaited.
-        self.run(number, fail).cancel()
+        if self._collectives is not None:
+            self.run(number, fail).cancel()
 
     def run(
         self,
@@ -142,14 +120,19 @@ class NumberedMessages(Messages):
         is_ahead: bool = False,
         undo: Callable[[], None] = _nothing,
     ) -> "asyncio.Future[_T]":
-        """See Messages."""
+        """The result of `work`, computed in the device thread. With several ranks, is_ahead: it was
+        sent before the previous message was answered, and fails if that one failed, because the
+        state of this rank may differ from the others'; `undo` runs if the message fails on this
+        rank or another."""
+        if self._collectives is None:
+            return asyncio.get_running_loop().run_in_executor(self.device_thread, work)
         message = self._messages[number]
         message.work, message.is_ahead, message.undo = work, is_ahead, undo
         self._begin_due()
         return message.answer
 
     def close(self) -> None:
-        """See Messages."""
+        """Cancel the messages of several ranks that have not begun."""
         for message in self._messages.values():
             if message.timer is not None:
                 message.timer.cancel()
@@ -186,14 +169,16 @@ class NumberedMessages(Messages):
     def _carry_out(self, number: int, missing: int, message: _Message) -> Any:
         """In the device thread. If it fails, other ranks stop waiting for this one in this message;
         missing: and in those from this number on, which are not carried out here. 0: none."""
+        collectives = self._collectives
+        assert collectives is not None, "only messages of several ranks have turns"
         if missing:
             self._error = OwnError
             # Another rank can only be in one of the first few.
             for lost in range(missing, min(number, missing + _MOST_AHEAD)):
-                self._collectives.fail(lost)
+                collectives.fail(lost)
             self._on_gap()
         try:
-            self._collectives.begin(number)
+            collectives.begin(number)
             if message.is_ahead and self._error is not None:
                 raise self._error(_BEHIND)
             if missing and not message.may_skip:
@@ -208,7 +193,7 @@ class NumberedMessages(Messages):
             is_alike = isinstance(error, BatchError) and not isinstance(error, OwnError)
             self._error = BatchError if is_alike else OwnError
             if not is_alike:
-                self._collectives.fail(number)
+                collectives.fail(number)
             message.undo()
             raise
         self._error = None

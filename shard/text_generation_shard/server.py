@@ -15,8 +15,8 @@ import grpc
 import torch
 import uvloop
 from text_generation_process.sockets import check_length, remove_stale
-from text_generation_process.tracing import missing_packages
-from text_generation_proto import pb, pb_grpc
+from text_generation_process.tracing import SERVICE, missing_packages
+from text_generation_proto import pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
@@ -57,29 +57,26 @@ class ExceptionInterceptor(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
+        call: Any = handler.unary_unary or handler.stream_stream
         method = handler_call_details.method
-        wire = handler.request_deserializer, handler.response_serializer
-        stream: Any = handler.stream_stream
-        if stream is not None:
 
-            async def guarded_stream(requests: Any, context: Any) -> Any:
-                try:
-                    async for response in stream(requests, context):
-                        yield response
-                except Exception as error:
-                    await self._fail(method, error, context)
-
-            return grpc.stream_stream_rpc_method_handler(guarded_stream, *wire)
-        assert handler.unary_unary is not None
-        call = handler.unary_unary
-
-        async def guarded(request: Any, context: Any) -> Any:
+        async def answer(request: Any, context: Any) -> Any:
             try:
                 return await call(request, context)
             except Exception as error:
                 await self._fail(method, error, context)
 
-        return grpc.unary_unary_rpc_method_handler(guarded, *wire)
+        async def answers(requests: Any, context: Any) -> Any:
+            try:
+                async for response in call(requests, context):
+                    yield response
+            except Exception as error:
+                await self._fail(method, error, context)
+
+        wire = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(answer, *wire)
+        return grpc.stream_stream_rpc_method_handler(answers, *wire)
 
     async def _fail(self, method: str, error: Exception, context: Any) -> None:
         if isinstance(error, BatchError | ModelError):
@@ -126,17 +123,13 @@ def serve(config: ShardConfig) -> int:
     engine = device_thread.submit(load_engine, config).result()
     with ExitStack() as stack:
         # After every fork, because it starts threads; its exit sends the remaining spans.
-        tracing = _open_tracing(config, stack)
+        tracing = None
+        if config.otlp_endpoint is not None:
+            # Imports OpenTelemetry.
+            from text_generation_shard.tracing import open_tracing
+
+            tracing = stack.enter_context(open_tracing(config))
         return uvloop.run(_serve(engine, device_thread, config, tracing))
-
-
-def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None":
-    """Import OpenTelemetry only if traces are on."""
-    if config.otlp_endpoint is None:
-        return None
-    from text_generation_shard.tracing import open_tracing
-
-    return stack.enter_context(open_tracing(config))
 
 
 def load_engine(config: ShardConfig) -> Engine:
@@ -168,14 +161,12 @@ def _load_together(device: Device, config: ShardConfig, chosen: Chosen) -> Engin
         # The largest exchange: longer tensors are split.
         slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * chosen.config.hidden_size)
         collectives = device.collectives(rendezvous, slot_bytes)
-        logger.info(
-            "shard %d of %d: all shards are connected by %s",
-            *(config.rank, config.world_size, collectives.name),
-        )
+        name = f"shard {config.rank} of {config.world_size}"
+        logger.info("%s: all shards are connected by %s", name, collectives.name)
         meet = partial(rendezvous.all_here, "all have read their weights")
         world = World(config.rank, config.world_size, collectives, meet)
         engine = load_on(device, config, chosen, world)
-        logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
+        logger.info("%s has loaded its weights", name)
         rendezvous.all_here("all have loaded")
     except RankError:
         raise
@@ -220,17 +211,6 @@ def _listen(server: grpc.aio.Server, path: str) -> None:
         )
 
 
-def _enable_reflection(server: grpc.aio.Server) -> None:
-    """Let tools like grpcurl list the calls."""
-    from grpc_reflection.v1alpha import reflection
-
-    names = (
-        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
-        reflection.SERVICE_NAME,
-    )
-    reflection.enable_server_reflection(names, server)
-
-
 async def _serve(
     engine: Engine,
     device_thread: ThreadPoolExecutor,
@@ -261,7 +241,11 @@ async def _serve(
     server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     if config.enable_reflection:
-        _enable_reflection(server)
+        # Lets tools like grpcurl list the calls.
+        from grpc_reflection.v1alpha import reflection
+
+        names = (SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
     _listen(server, config.socket_path)
     await server.start()
     engine.device.serve()

@@ -17,12 +17,7 @@ from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.messages import (
-    Messages,
-    NumberedMessages,
-    deadline_of_ranks,
-    digest,
-)
+from text_generation_shard.messages import Messages, deadline_of_ranks, digest
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
@@ -132,24 +127,21 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         engine: Engine,
         device_thread: ThreadPoolExecutor,
         config: ShardConfig,
-        on_final: Callable[[RankError], None] | None = None,
+        on_final: Callable[[RankError], None] = lambda error: None,
         tracing: "StepTracing | None" = None,
     ) -> None:
         """`device_thread` has one worker, which loaded the engine; `close` shuts it down.
-        `on_final`: see `NumberedMessages`; required with several ranks."""
+        `on_final`: see `Messages`."""
         self._engine, self._batch = engine, Batch(engine)
         self._config, self._tracing = config, tracing
         self._device_thread = device_thread
-        self._messages = Messages(device_thread)
-        if engine.world.size > 1:
-            assert on_final is not None, "several ranks need on_final"
-            self._messages = NumberedMessages(
-                device_thread,
-                collectives=engine.world.collectives,
-                deadline_s=config.starting_deadline_s,
-                on_gap=partial(self._batch.clear, None),
-                on_final=on_final,
-            )
+        self._messages = Messages(
+            device_thread,
+            collectives=engine.world.collectives if engine.world.size > 1 else None,
+            deadline_s=config.starting_deadline_s,
+            on_gap=partial(self._batch.clear, None),
+            on_final=on_final,
+        )
         # Rank 0 follows the grammars and broadcasts the tokens it chose.
         self._follows_grammars = engine.world.rank == 0
         # Waits for devices that compute asynchronously.
