@@ -78,7 +78,42 @@ class LlamaConfig(ModelConfig, DecoderSizes):
         family = FAMILIES[architecture]
         # Missing fields have the family's defaults in transformers.
         fields = Fields({**family.defaults, **fields.values}, fields.where)
-        return _from_fields(cls, fields, architecture, directory, rope_scaling, rope_factor)
+        num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
+        num_heads, num_kv_heads, head_dim = _heads(fields)
+        uses_rope = _layer_uses_rope(fields, family, num_layers)
+        rope = read_rope(fields, family, head_dim, rope_scaling, rope_factor)
+        attention_bias = fields.flag("attention_bias")
+        factors = _multipliers(fields, family)
+        end_ids, unused_ids = token_ids(fields, directory)
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=fields.size("hidden_size"),
+            intermediate_size=fields.size("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_eps=fields.number("rms_norm_eps"),
+            activation=_activation(fields),
+            max_position=rope.context,
+            rope=rope,
+            layer_uses_rope=uses_rope,
+            layer_windows=_layer_windows(fields, family, num_layers, uses_rope),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias and not family.qkv_bias,
+            mlp_bias=fields.flag("mlp_bias"),
+            qk_norm=family.qk_norm,
+            fused_projections=family.fused_projections,
+            attention_scale=factors.get("attention_multiplier", head_dim**-0.5),
+            embedding_multiplier=factors.get("embedding_multiplier", 1.0),
+            residual_multiplier=factors.get("residual_multiplier", 1.0),
+            logits_divisor=factors.get("logits_scaling", 1.0),
+            eos_token_ids=end_ids,
+            unused_ids=unused_ids,
+            dtype=checkpoint_dtype(fields),
+        )
 
 
 def read_fields(directory: Path) -> Fields:
@@ -125,53 +160,6 @@ def _with_head(name: str, raw: Mapping[str, Any]) -> str:
         if name.endswith(suffix) and causal in FAMILIES and is_ours:
             return causal
     return name
-
-
-def _from_fields(
-    cls: type[LlamaConfig],
-    fields: Fields,
-    architecture: str,
-    directory: Path,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-) -> LlamaConfig:
-    family = FAMILIES[architecture]
-    num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
-    num_heads, num_kv_heads, head_dim = _heads(fields)
-    uses_rope = _layer_uses_rope(fields, family, num_layers)
-    rope = read_rope(fields, family, head_dim, rope_scaling, rope_factor)
-    attention_bias = fields.flag("attention_bias")
-    factors = _multipliers(fields, family)
-    end_ids, unused_ids = token_ids(fields, directory)
-    return cls(
-        architecture=architecture,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps"),
-        activation=_activation(fields),
-        max_position=rope.context,
-        rope=rope,
-        layer_uses_rope=uses_rope,
-        layer_windows=_layer_windows(fields, family, num_layers, uses_rope),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias and not family.qkv_bias,
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
-        fused_projections=family.fused_projections,
-        attention_scale=factors.get("attention_multiplier", head_dim**-0.5),
-        embedding_multiplier=factors.get("embedding_multiplier", 1.0),
-        residual_multiplier=factors.get("residual_multiplier", 1.0),
-        logits_divisor=factors.get("logits_scaling", 1.0),
-        eos_token_ids=end_ids,
-        unused_ids=unused_ids,
-        dtype=checkpoint_dtype(fields),
-    )
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:

@@ -73,25 +73,23 @@ class Partition:
     inner_part: int
 
 
-def all_floats(shape: tuple[int, int], quantize: str | None) -> str | None:
-    """The FormOf of a model whose weights are not quantized."""
-    return None
-
-
 def partition_of(
     config: DecoderSizes,
     rank: int,
     size: int,
     quantize: str | None = None,
-    form_of: FormOf = all_floats,
+    form_of: FormOf = lambda shape, quantize: None,
     fills_up: bool = False,
 ) -> Partition:
     """The part of rank `rank` of `size`. ModelError, with the possible counts, if `size` is not
     one. fills_up: pad to whole fixed parts also with one rank."""
-    if not _divides_heads(config, size) or not _keeps_forms(config, size, quantize, form_of):
-        raise ModelError(_refusal(config, size, quantize, form_of))
+    splits = _Splits(config, quantize, form_of)
+    if not splits.work_for(size):
+        raise ModelError(splits.refusal(size))
     own_heads, own_rows = config.num_heads // size, -(-config.vocab_size // size)
-    inner, inner_part = _inner(config, rank, size, quantize, form_of, fills_up)
+    inner = splits.inner(rank, size)
+    if size == 1 and not fills_up:
+        inner = whole(config.intermediate_size)
     return Partition(
         heads=Share(config.num_heads, rank * own_heads, own_heads),
         kv_heads=Share(
@@ -101,87 +99,73 @@ def partition_of(
         ),
         inner=inner,
         vocabulary=Share(config.vocab_size, rank * own_rows, own_rows),
-        attended_part=_attended_part(config, quantize, form_of),
-        inner_part=inner_part,
+        attended_part=splits.attended_part,
+        inner_part=splits.inner_part,
     )
 
 
-def working_counts(
-    config: DecoderSizes, quantize: str | None = None, form_of: FormOf = all_floats
-) -> list[int]:
-    """The numbers of ranks among which the model can be split, up to 128."""
-    return [
-        size
-        for size in range(1, min(_MOST_SHARDS, config.num_heads) + 1)
-        if _divides_heads(config, size) and _keeps_forms(config, size, quantize, form_of)
-    ]
+class _Splits:
+    """The numbers of ranks among which a model can be split, and its fixed parts."""
 
+    def __init__(self, config: DecoderSizes, quantize: str | None, form_of: FormOf) -> None:
+        self._config, self._quantize, self._form_of = config, quantize, form_of
+        hidden, total = config.hidden_size, config.intermediate_size
+        self._unit = GROUP if form_of((hidden, total), quantize) == "int4" else _UNIT
+        self._num_units = -(-total // self._unit)
+        self._num_parts = min(_PARTS, 1 << (self._num_units - 1).bit_length())
+        self.inner_part = -(-self._num_units // self._num_parts) * self._unit
+        # Of whole heads, and in int4 whole groups.
+        attended, num_parts = config.num_heads * config.head_dim, _PARTS
+        unit = GROUP if form_of((hidden, attended), quantize) == "int4" else 1
+        while config.num_heads % num_parts or attended // num_parts % unit:
+            num_parts //= 2
+        self.attended_part = attended // num_parts
 
-def _divides_heads(config: DecoderSizes, size: int) -> bool:
-    """Whether heads and KV heads can be divided evenly."""
-    divides_kv_heads = config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
-    return config.num_heads % size == 0 and divides_kv_heads
+    def work_for(self, size: int) -> bool:
+        """Whether the model can be split among so many ranks."""
+        return self._divides_heads(size) and self._keeps_forms(size)
 
+    def inner(self, rank: int, size: int) -> Share:
+        """The rank's inner features."""
+        own = -(-self._num_units // size) * self._unit
+        if self._num_parts % size == 0:
+            own = self.inner_part * self._num_parts // size
+        return Share(self._config.intermediate_size, rank * own, own)
 
-def _keeps_forms(config: DecoderSizes, size: int, quantize: str | None, form_of: FormOf) -> bool:
-    """Whether each part has the form of the whole matrix: otherwise ranks would compute other
-    results than one rank."""
-    if quantize is None or size == 1:
-        return True
-    inner, _ = _inner(config, 0, size, quantize, form_of)
-    kv_heads = max(1, config.num_kv_heads // size)
-    wholes = _products(config, config.num_heads, config.num_kv_heads, config.intermediate_size)
-    parts = _products(config, config.num_heads // size, kv_heads, inner.count)
-    forms = [form_of(shape, quantize) for shape in wholes]
-    return all(form_of(part, form) == form for part, form in zip(parts, forms, strict=True))
+    def refusal(self, size: int) -> str:
+        """Why it can not be split among so many ranks, and the numbers that work."""
+        config = self._config
+        working = filter(self.work_for, range(1, min(_MOST_SHARDS, config.num_heads) + 1))
+        *counts, last = map(str, working)
+        listed = f"{', '.join(counts)} or {last}" if counts else last
+        heads = f"{config.num_heads} heads, {config.num_kv_heads} KV heads"
+        if self._divides_heads(size):
+            heads = (
+                f"{config.num_heads} heads of {config.head_dim} features, of which a shard must "
+                f"have whole groups in {self._quantize}"
+            )
+        return f"the model can not be split among {size} shards ({heads}): use {listed}"
 
+    def _divides_heads(self, size: int) -> bool:
+        """Whether heads and KV heads can be divided evenly."""
+        num_kv_heads = self._config.num_kv_heads
+        divides_kv_heads = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        return self._config.num_heads % size == 0 and divides_kv_heads
 
-def _products(
-    config: DecoderSizes, num_heads: int, num_kv_heads: int, inner: int
-) -> tuple[tuple[int, int], ...]:
-    """[N, K] of a layer's matrices with these sizes: qkv, out, gate and up, down."""
-    hidden, attended = config.hidden_size, num_heads * config.head_dim
-    qkv = attended + 2 * num_kv_heads * config.head_dim
-    return (qkv, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner)
+    def _keeps_forms(self, size: int) -> bool:
+        """Whether each part has the form of the whole matrix: otherwise ranks would compute other
+        results than one rank."""
+        if self._quantize is None or size == 1:
+            return True
+        parts = self._products(size, self.inner(0, size).count)
+        wholes = self._products(1, self._config.intermediate_size)
+        forms = [self._form_of(shape, self._quantize) for shape in wholes]
+        pairs = zip(parts, forms, strict=True)
+        return all(self._form_of(part, form) == form for part, form in pairs)
 
-
-def _inner(
-    config: DecoderSizes,
-    rank: int,
-    size: int,
-    quantize: str | None,
-    form_of: FormOf,
-    fills_up: bool = False,
-) -> tuple[Share, int]:
-    """The rank's inner features, and the size of a fixed part."""
-    total = config.intermediate_size
-    unit = GROUP if form_of((config.hidden_size, total), quantize) == "int4" else _UNIT
-    num_units = -(-total // unit)
-    num_parts = min(_PARTS, 1 << (num_units - 1).bit_length())
-    part = -(-num_units // num_parts)
-    if size == 1 and not fills_up:
-        return whole(total), part * unit
-    own = part * num_parts // size if num_parts % size == 0 else -(-num_units // size)
-    return Share(total, rank * own * unit, own * unit), part * unit
-
-
-def _attended_part(config: DecoderSizes, quantize: str | None, form_of: FormOf) -> int:
-    """The inputs of o_proj in a fixed part: of whole heads, and in int4 whole groups."""
-    total = config.num_heads * config.head_dim
-    unit = GROUP if form_of((config.hidden_size, total), quantize) == "int4" else 1
-    num_parts = _PARTS
-    while config.num_heads % num_parts or total // num_parts % unit:
-        num_parts //= 2
-    return total // num_parts
-
-
-def _refusal(config: DecoderSizes, size: int, quantize: str | None, form_of: FormOf) -> str:
-    *counts, last = (str(count) for count in working_counts(config, quantize, form_of))
-    listed = f"{', '.join(counts)} or {last}" if counts else last
-    heads = f"{config.num_heads} heads, {config.num_kv_heads} KV heads"
-    if _divides_heads(config, size):
-        heads = (
-            f"{config.num_heads} heads of {config.head_dim} features, of which a shard must have "
-            f"whole groups in {quantize}"
-        )
-    return f"the model can not be split among {size} shards ({heads}): use {listed}"
+    def _products(self, size: int, inner: int) -> tuple[tuple[int, int], ...]:
+        """[N, K] of a rank's matrices of a layer: qkv, out, gate and up, down."""
+        hidden, head_dim = self._config.hidden_size, self._config.head_dim
+        attended = self._config.num_heads // size * head_dim
+        qkv = attended + 2 * max(1, self._config.num_kv_heads // size) * head_dim
+        return (qkv, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner)
