@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from text_generation_router.chat.constraint import tool_grammar
+from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.format import ToolSpec, detect_format
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.grammars.grammar import load_tokenizer
@@ -36,11 +36,11 @@ class Vendor:
 
     def calls(self, choice: str, text: str, *, in_reasoning: bool = False) -> bool:
         """Whether the answer may be this text, in the tokenizer's own tokens."""
-        grammar = tool_grammar(
+        grammar = answer_grammar(
             self.form,
+            None,
             TOOLS,
             choice,
-            parallel=True,
             special_ids=self._special_ids,
             starts_in_reasoning=in_reasoning,
         )

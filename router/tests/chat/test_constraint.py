@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 import tokenizers
-from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
+from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
 from text_generation_router.errors import ToolError
 from text_generation_router.request import Grammar
@@ -64,21 +64,19 @@ class Matched:
         parallel: bool = True,
         is_special: bool = False,
         in_reasoning: bool = False,
-        answer: dict[str, Any] | None = None,
         wanted: Grammar | None = None,
     ) -> None:
-        """`wanted`: the grammar of the answer, without tools."""
+        """`wanted`: the grammar of an answer that is no call."""
         self._tokenizer, tokens = tokenizer(is_special)
         ids = special_ids(form, is_special)
-        grammar = wanted and thinking_grammar(form, wanted, ids, starts_in_reasoning=in_reasoning)
-        grammar = grammar or tool_grammar(
+        grammar = answer_grammar(
             form,
+            wanted,
             tools,
             choice,
             parallel=parallel,
             special_ids=ids,
             starts_in_reasoning=in_reasoning,
-            answer=answer,
         )
         assert grammar is not None and grammar.kind == "lark"
         source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
@@ -217,7 +215,7 @@ def test_channels_lead_to_an_answer_or_a_call(is_special: bool) -> None:
     more = "<|end|><|start|>assistant"
     auto = compiled(form, "auto", is_special=is_special)
     required = compiled(form, "required", is_special=is_special)
-    formatted = Matched(form, "", is_special=is_special, wanted=schema)
+    formatted = Matched(form, "auto", [], is_special=is_special, wanted=schema)
     for before in ("", thought + more, thought + more + said + more + thought + more):
         call = before + form.write_calls([WEATHER])
         assert auto.takes(call) and required.takes(call) and not formatted.takes(call)
@@ -227,7 +225,9 @@ def test_channels_lead_to_an_answer_or_a_call(is_special: bool) -> None:
         assert auto.takes(before + thought) and not required.takes(before + thought)
         for text in (f"{before}Hi", before + form.write_calls([("nope", "{}")])):
             assert not auto.takes(text) and not required.takes(text)
-    with_both = Matched(form, "auto", is_special=is_special, answer=PERSON)
+    with_both = Matched(
+        form, "auto", is_special=is_special, wanted=Grammar("json_schema", json.dumps(PERSON))
+    )
     assert with_both.takes(form.write_calls([NOW])) and with_both.takes(answer)
 
 
@@ -248,7 +248,7 @@ def test_names_of_all_kinds() -> None:
         assert Matched(form, "required", tools).takes(form.write_calls([(name, "{}")]))
         assert Matched(form, name, tools).takes(form.write_calls([(name, "{}")]))
     with pytest.raises(ToolError, match="a b"):
-        tool_grammar(FORMATS["mistral-args"], [ToolSpec("a b")], "auto", parallel=True)
+        answer_grammar(FORMATS["mistral-args"], None, [ToolSpec("a b")], "auto")
 
 
 one_by_one = pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_arguments_one_by_one_follow_their_schemas(form: ChatFormat) -> None:
 def test_what_arguments_one_by_one_can_not_be_is_refused(form: ChatFormat) -> None:
     def grammar(schema: dict[str, Any], *, is_strict: bool = False) -> Grammar | None:
         tool = ToolSpec("f", None, {"properties": schema}, is_strict)
-        return tool_grammar(form, [tool], "auto", parallel=True)
+        return answer_grammar(form, None, [tool], "auto")
 
     with pytest.raises(ToolError, match="does not allow the argument name 'a b'; use letters"):
         grammar({"a b": {}})
@@ -305,7 +305,7 @@ def test_arguments_are_always_an_object() -> None:
         matched = Matched(form, "required", [ToolSpec("f", None, CITY | more)])
         assert matched.takes(call) == bool(more), more
     with pytest.raises(ToolError, match="tool f must be a JSON schema of an object, not of 'arr"):
-        tool_grammar(form, [ToolSpec("f", None, {"type": "array"})], "auto", parallel=True)
+        answer_grammar(form, None, [ToolSpec("f", None, {"type": "array"})], "auto")
 
 
 def test_only_strict_schemas_are_refused_for_what_can_not_be_enforced() -> None:
@@ -316,10 +316,9 @@ def test_only_strict_schemas_are_refused_for_what_can_not_be_enforced() -> None:
 
 
 def test_without_tools_any_answer_is_valid() -> None:
-    assert tool_grammar(FORMATS["hermes"], TOOLS, "none", parallel=True) is None
-    assert tool_grammar(FORMATS["hermes"], [], "auto", parallel=True) is None
+    assert answer_grammar(FORMATS["hermes"], None, [], "auto") is None
     with pytest.raises(ToolError, match="Tool with name nope not found"):
-        tool_grammar(FORMATS["hermes"], TOOLS, "nope", parallel=True)
+        answer_grammar(FORMATS["hermes"], None, TOOLS, "nope")
 
 
 PERSON = {
@@ -334,7 +333,9 @@ PERSON = {
 @both_tokenizers
 @every_format
 def test_auto_takes_json_of_a_schema_and_calls(form: ChatFormat, is_special: bool) -> None:
-    matched = Matched(form, "auto", is_special=is_special, answer=PERSON)
+    matched = Matched(
+        form, "auto", is_special=is_special, wanted=Grammar("json_schema", json.dumps(PERSON))
+    )
     for text in ('{"name": "Zoe"}', '{"name": "a", "friend": {"age": 3}}'):
         assert matched.takes(text), text
     for text in ("", "Hi", '{"age": 1}', '{"name": 1}', '{"name": "a", "friend": {"age": "x"}}'):
@@ -348,9 +349,9 @@ def test_auto_takes_json_of_a_schema_and_calls(form: ChatFormat, is_special: boo
         assert matched.takes('<think>hm</think>{"name": "Zoe"}')
         assert not matched.takes("<think>hm")
     # One of two things is asked for: a call.
-    assert not Matched(form, "required", is_special=is_special, answer=PERSON).takes(
-        '{"name": "Zoe"}'
-    )
+    assert not Matched(
+        form, "required", is_special=is_special, wanted=Grammar("json_schema", json.dumps(PERSON))
+    ).takes('{"name": "Zoe"}')
 
 
 @both_tokenizers
@@ -363,8 +364,8 @@ def test_reasoning_may_stand_before_a_format(form: ChatFormat, is_special: bool)
         (Grammar("lark", lark), "12,34}", "12,3}"),
         (Grammar("gbnf", 'root ::= "x" root | "y"'), "xxy", "xx"),
     ):
-        free = Matched(form, "", is_special=is_special, wanted=wanted)
-        inner = Matched(form, "", is_special=is_special, wanted=wanted, in_reasoning=True)
+        free = Matched(form, "auto", [], is_special=is_special, wanted=wanted)
+        inner = Matched(form, "auto", [], is_special=is_special, wanted=wanted, in_reasoning=True)
         assert free.takes(right)
         assert not free.takes(wrong)
         for matched, thought in ((free, "<think>\nhm {"), (free, "<think>"), (inner, "hm {")):
@@ -379,6 +380,6 @@ def test_descriptions_of_a_tool_are_not_in_its_grammar() -> None:
     told = {"description": "d" * 70_000, "title": "T", "$id": "my tool"}
     properties = {"title": {"type": "string", **told}}
     tool = ToolSpec("f", parameters={"type": "object", "properties": properties, **told})
-    grammar = tool_grammar(FORMATS["hermes"], [tool], "auto", parallel=True)
+    grammar = answer_grammar(FORMATS["hermes"], None, [tool], "auto")
     assert grammar is not None and len(grammar.source) < 2000
     assert '"properties": {"title": {"type": "string"}}' in grammar.source

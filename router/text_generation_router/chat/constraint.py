@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from text_generation_router.chat.format import (
     may_be,
 )
 from text_generation_router.errors import ToolError
-from text_generation_router.grammar import as_item, plain_schema
+from text_generation_router.grammar import as_item, checked_schema, plain_schema
 from text_generation_router.request import Grammar
 
 # Whitespace where JSON allows it. It is bounded, so that it can not go on forever.
@@ -31,180 +30,134 @@ _OPEN = {
 }
 
 
-def tool_grammar(
+def answer_grammar(
     chat_format: ChatFormat,
-    tools: Sequence[ToolSpec],
-    choice: str,
+    wanted: Grammar | None = None,
+    tools: Sequence[ToolSpec] = (),
+    choice: str = "auto",
     *,
-    parallel: bool,
+    parallel: bool = True,
     special_ids: Mapping[str, int] = MappingProxyType({}),
     starts_in_reasoning: bool = False,
-    answer: Mapping[str, Any] | None = None,
 ) -> Grammar | None:
     """The grammar that the answer must follow; None: any answer is valid.
 
-    `choice` is `auto` (text, calls, or text and then calls), `none`, `required` (one call, or
-    several if `parallel`) or a tool's name (exactly one call of it). Reasoning may come first; only
-    where any text is an answer it may end there. `special_ids` maps the format's markers that are
-    special tokens of the tokenizer to their ids: they are matched as tokens, not as text. `answer`
-    is the schema, in llguidance's form, of an answer that is not a call; None: any text. Raises
-    ToolError.
+    `choice` is `auto` (an answer as `wanted`, None: any text; calls; or any text and then calls),
+    `required` (one call, or several if `parallel`) or a tool's name (exactly one call of it).
+    Beside tools, `wanted` must be a JSON schema. Reasoning may come first; only where any text is
+    an answer it may end there. `special_ids` maps the format's markers that are special tokens of
+    the tokenizer to their ids: they are matched as tokens, not as text. Raises ToolError and
+    GrammarError.
     """
-    if choice == "none" or not tools:
-        return None
     if choice not in ("auto", "required"):
         tools = [tool for tool in tools if tool.name == choice]
         parallel = False
         if not tools:
             raise ToolError(f"Tool with name {choice} not found")
-    grammar = _ChatGrammar(chat_format, special_ids, parallel, answer)
-    return Grammar("lark", grammar.write(tools, choice == "auto", starts_in_reasoning))
+    if not tools and wanted is None:
+        return None
+    formatted = None
+    if wanted is not None and choice == "auto":
+        formatted = as_item(wanted)
+        if tools and chat_format.is_bare:
+            formatted = _text_or_calls(checked_schema(wanted.source), tools, chat_format)
+    chat = _ChatGrammar(
+        form=chat_format,
+        special_ids=special_ids,
+        tools=tools,
+        parallel=parallel,
+        formatted=formatted,
+        is_free=choice == "auto" and wanted is None,
+        starts_in_reasoning=starts_in_reasoning,
+    )
+    return Grammar("lark", chat.write())
 
 
-def thinking_grammar(
-    chat_format: ChatFormat,
-    grammar: Grammar,
-    special_ids: Mapping[str, int] = MappingProxyType({}),
-    *,
-    starts_in_reasoning: bool = False,
-) -> Grammar:
-    """The grammar of an answer before which the model may reason. Raises GrammarError."""
-    chat = _ChatGrammar(chat_format, special_ids)
-    return Grammar("lark", chat.write_after_thought(as_item(grammar), starts_in_reasoning))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatGrammar:
     """Writes llguidance's Lark. A name in capitals is a terminal and matches the longest text:
     where free text is also allowed, whitespace belongs to the terminal after it."""
 
-    chat_format: ChatFormat
+    form: ChatFormat
     special_ids: Mapping[str, int]
-    parallel: bool = False
-    answer: Mapping[str, Any] | None = None
+    tools: Sequence[ToolSpec]
+    parallel: bool
+    formatted: str | None
+    """The only answer that is no call."""
+    is_free: bool
+    """Whether any text is an answer, which then may end inside a thought."""
+    starts_in_reasoning: bool
 
-    def write(self, tools: Sequence[ToolSpec], is_auto: bool, starts_in_reasoning: bool) -> str:
+    def write(self) -> str:
         """The whole grammar."""
-        rules = [
-            f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self.chat_format.begin)}",
-            *self._calls(tools),
-        ]
-        answer = self._forced_answer
-        if is_auto and self.answer is not None:
-            answer = partial(self._formatted_answer, self._marked_calls())
-            rules.append(f"formatted: %json {json.dumps(self._formatted(self.answer, tools))}")
-        elif is_auto:
-            answer = self._auto_answer
-        # Where any text is an answer, it may end inside a thought.
-        is_free = is_auto and self.answer is None
-        return "\n".join([*self._start(answer, starts_in_reasoning, is_free), *rules])
+        rules = self._start()
+        if self.tools:
+            rules.append(f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self.form.begin)}")
+            rules += self._calls()
+        if self.formatted is not None:
+            rules.append(f"formatted: {self.formatted}")
+        return "\n".join([*rules, ""])
 
-    def write_after_thought(self, answer: str, starts_in_reasoning: bool) -> str:
-        """The whole grammar of an answer without calls."""
-        rules = self._start(partial(self._formatted_answer, []), starts_in_reasoning, False)
-        return "\n".join([*rules, f"formatted: {answer}", ""])
-
-    def _start(
-        self,
-        answer: Callable[[str, str], list[str]],
-        starts_in_reasoning: bool,
-        is_free: bool,
-    ) -> list[str]:
+    def _start(self) -> list[str]:
         """The first rules: reasoning, and then an answer."""
         rules = ["TEXT: /(?s:.*)/", f"WS: /{_SPACE}{{1,4}}/"]
-        if self.chat_format.reasoning is None:
-            return [*answer("start", ""), *rules]
-        begin, end = self.chat_format.reasoning
-        if self.chat_format.has_channels:
-            end += self.chat_format.separator
-        rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
-        if self.chat_format.has_channels:
+        if self.form.reasoning is None:
+            return [*self._answer("start"), *rules]
+        begin, end = self.form.reasoning
+        if self.form.has_channels:
+            end += self.form.separator
+        rules += [*self._until("thought", "TEXT", end), *self._answer("answer")]
+        if self.form.has_channels:
             # Commentary to the user may precede a call.
             more = self._marker("<|channel|>commentary<|message|>")
-            free = "(think thought)* think TEXT | " if is_free else ""
+            free = "(think thought)* think TEXT | " if self.is_free else ""
             think = f"think: {self._marker(begin)} | {more}"
             return [f"start: {free}(think thought)* answer", think, *rules]
-        if starts_in_reasoning:
-            return [f"start: {'TEXT | ' if is_free else ''}thought answer", *rules]
+        if self.starts_in_reasoning:
+            return [f"start: {'TEXT | ' if self.is_free else ''}thought answer", *rules]
         if self._is_token(begin):
-            rules += [f"think: WS? {self._marker(begin)}", *answer("at_once", "")]
+            rules += [f"think: WS? {self._marker(begin)}", *self._answer("at_once")]
         else:
             literal = json.dumps(begin)
             rules += [
                 "think: THINK",
                 f"THINK: /{_SPACE}*/ {literal}",
-                *answer("at_once", f" & ~(/{_SPACE}*/ {literal} TEXT)"),
+                *self._answer("at_once", f" & ~(/{_SPACE}*/ {literal} TEXT)"),
             ]
-        free = "think TEXT | " if is_free else ""
+        free = "think TEXT | " if self.is_free else ""
         return [f"start: at_once | {free}think thought answer", *rules]
 
-    def _auto_answer(self, name: str, but: str) -> list[str]:
-        """Text or calls; `but` excludes some texts."""
-        if self.chat_format.has_channels:
-            return [f"{name}: {self._final} TEXT | {' | '.join(self._marked_calls())}"]
-        plain = f"{name.upper()}_TEXT"
-        text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self.chat_format.is_bare else "TEXT"
-        options, rules = [plain], [f"{plain}: {text}{but}"]
-        begin, end = self.chat_format.response or ("", "")
-        if begin in self.special_ids:
-            options.append(f"{plain} {self._marker(begin)} TEXT ({self._marker(end)} TEXT)?")
-        if self.chat_format.begin:
-            options.append(f"{name}_begin calls")
-            rules += self._until(f"{name}_begin", plain, self.chat_format.begin)
-        if self.chat_format.is_bare:
+    def _answer(self, name: str, but: str = "") -> list[str]:
+        """The rules of an answer; `but` excludes some texts where any text is one."""
+        form = self.form
+        final = self._marker("<|channel|>final<|message|>") if form.has_channels else ""
+        options, rules = [], []
+        if self.formatted is not None:
+            # Models write line ends behind a thought.
+            options.append(f"{final or 'WS?' * (name == 'answer')} formatted")
+        if self.is_free and final:
+            options.append(f"{final} TEXT")
+        elif self.is_free:
+            plain = f"{name.upper()}_TEXT"
+            text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if form.is_bare else "TEXT"
+            options.append(plain)
+            rules.append(f"{plain}: {text}{but}")
+            begin, end = form.response or ("", "")
+            if begin in self.special_ids:
+                options.append(f"{plain} {self._marker(begin)} TEXT ({self._marker(end)} TEXT)?")
+            if form.begin:
+                options.append(f"{name}_begin calls")
+                rules += self._until(f"{name}_begin", plain, form.begin)
+        if self.tools and form.is_bare and self.formatted is None:
             options.append("calls")
+        if self.tools and form.begin and (final or not self.is_free):
+            is_token = self._is_token(form.begin)
+            options.append(f"{f'WS? {self._marker(form.begin)}' if is_token else 'BEGIN'} calls")
         return [f"{name}: {' | '.join(options)}", *rules]
 
-    def _formatted_answer(self, calls: Sequence[str], name: str, but: str) -> list[str]:
-        """What `formatted` allows, or calls. Models write line ends behind a thought."""
-        formatted = "WS? formatted" if name == "answer" else "formatted"
-        if self.chat_format.has_channels:
-            formatted = f"{self._final} formatted"
-        return [f"{name}: {' | '.join([formatted, *calls])}"]
-
-    def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
-        """The schema of an answer that is not a call. If calls are JSON without a marker it
-        includes them, because the first characters of both are the same."""
-        if not self.chat_format.is_bare:
-            return answer
-        key = self.chat_format.arguments_key
-        options = [_moved({k: v for k, v in answer.items() if k != "x-guidance"}, "#/anyOf/0")]
-        for place, tool in enumerate(tools, start=1):
-            arguments = {k: v for k, v in _arguments_schema(tool).items() if k != "x-guidance"}
-            where = f"#/anyOf/{place}/properties/{key}"
-            properties = {"name": {"const": tool.name}, key: _moved(arguments, where)}
-            options.append(
-                {
-                    "type": "object",
-                    "properties": properties,
-                    "required": ["name", key],
-                    "additionalProperties": False,
-                }
-            )
-        # Models write a space after `:` and `,`. Lenient, because a tool's schema may be.
-        options_of_both = {"whitespace_pattern": _JSON_SPACE, "lenient": True}
-        return {"anyOf": options, "x-guidance": options_of_both}
-
-    @property
-    def _final(self) -> str:
-        """What precedes the answer among the channels."""
-        return self._marker("<|channel|>final<|message|>")
-
-    def _forced_answer(self, name: str, but: str) -> list[str]:
-        """Calls, with nothing before them."""
-        options = ["calls"] if self.chat_format.is_bare else []
-        return [f"{name}: {' | '.join([*options, *self._marked_calls()])}"]
-
-    def _marked_calls(self) -> list[str]:
-        """Calls with their begin marker; empty if the format has none."""
-        begin = self.chat_format.begin
-        if self._is_token(begin):
-            return [f"WS? {self._marker(begin)} calls"]
-        return ["BEGIN calls"] if begin else []
-
-    def _calls(self, tools: Sequence[ToolSpec]) -> list[str]:
+    def _calls(self) -> list[str]:
         """The rules of calls, after the first begin marker."""
-        form = self.chat_format
+        form = self.form
         end = f"WS? {self._marker(form.end)}" if form.end else ""
         if form.is_list:
             more = "(COMMA call)*" if self.parallel else ""
@@ -227,14 +180,14 @@ class _ChatGrammar:
             f'HEAD: /{_SPACE}{{0,4}}\\{{{_SPACE}{{0,4}}"name" ?: ?/',
             f'ARGUMENTS: /{_SPACE}{{0,2}},{_SPACE}{{0,4}}"{form.arguments_key}" ?: ?/',
             f"TAIL: /{_SPACE}{{0,4}}\\}}/",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(self.tools)))}",
         ]
-        for i, tool in enumerate(tools):
+        for i, tool in enumerate(self.tools):
             rules += self._call(i, tool)
         return rules
 
     def _call(self, number: int, tool: ToolSpec) -> list[str]:
-        form, schema = self.chat_format, json.dumps(_arguments_schema(tool))
+        form, schema = self.form, json.dumps(_arguments_schema(tool))
         if form.arguments_marker:
             _check_name(BARE_NAME, "tool", tool.name)
             name = f"NAME_{number}: /{_SPACE}?/ {json.dumps(tool.name)}"
@@ -354,6 +307,28 @@ def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     # Only `strict` makes a schema that can not be enforced an error.
     options = {"whitespace_pattern": _JSON_SPACE, "lenient": not tool.strict}
     return schema | {"x-guidance": options}
+
+
+def _text_or_calls(answer: Mapping[str, Any], tools: Sequence[ToolSpec], form: ChatFormat) -> str:
+    """An item for an answer with this schema or a call, if calls are JSON without a marker: one
+    schema, because the first characters of both are the same."""
+    key = form.arguments_key
+    options = [_moved({k: v for k, v in answer.items() if k != "x-guidance"}, "#/anyOf/0")]
+    for place, tool in enumerate(tools, start=1):
+        arguments = {k: v for k, v in _arguments_schema(tool).items() if k != "x-guidance"}
+        where = f"#/anyOf/{place}/properties/{key}"
+        properties = {"name": {"const": tool.name}, key: _moved(arguments, where)}
+        options.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    # Models write a space after `:` and `,`. Lenient, because a tool's schema may be.
+    options_of_both = {"whitespace_pattern": _JSON_SPACE, "lenient": True}
+    return f"%json {json.dumps({'anyOf': options, 'x-guidance': options_of_both})}"
 
 
 def _moved(schema: Any, where: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
+from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.conversation import (
     Conversation,
     Message,
@@ -34,7 +34,6 @@ from text_generation_router.errors import (
     RefusedByTemplateError,
     ToolError,
 )
-from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Infer
 from text_generation_router.request import Grammar, TokenOutput
 from text_generation_router.request_options import NO_OPTIONS, RequestOptions
@@ -226,37 +225,30 @@ class ChatService:
 
     def _grammar(self, conversation: Conversation, prompt: str) -> Grammar | None:
         """The grammar of the answer. Raises ToolError and GrammarError. From any thread."""
-        grammar, begun = (
-            conversation.parameters.grammar,
-            self.chat_format.starts_in_reasoning(prompt),
-        )
-        form = self.chat_format
+        grammar, form = conversation.parameters.grammar, self.chat_format
+        tools = conversation.callable_tools
         if form.has_channels and not prompt.endswith(form.separator):
             # The answer continues a message, without a header.
-            if conversation.usable_tools and conversation.tool_choice != "auto":
+            if tools and conversation.tool_choice != "auto":
                 raise ToolError(
                     "an answer that continues a message cannot call a tool in this model's format: "
                     "leave `tool_choice` out or end with another role"
                 )
             return grammar
+        if not tools and not self._reasons(conversation, prompt):
+            return grammar
         try:
-            if conversation.usable_tools:
-                return tool_grammar(
-                    self.chat_format,
-                    conversation.callable_tools,
-                    conversation.tool_choice,
-                    parallel=conversation.parallel_tool_calls,
-                    special_ids=self.special_ids,
-                    starts_in_reasoning=begun,
-                    answer=None if grammar is None else checked_schema(grammar.source),
-                )
-            if grammar is not None and self._reasons(conversation, prompt):
-                return thinking_grammar(
-                    self.chat_format, grammar, self.special_ids, starts_in_reasoning=begun
-                )
+            return answer_grammar(
+                form,
+                grammar,
+                tools,
+                conversation.tool_choice if tools else "auto",
+                parallel=conversation.parallel_tool_calls,
+                special_ids=self.special_ids,
+                starts_in_reasoning=form.starts_in_reasoning(prompt),
+            )
         except RecursionError as error:
             raise GrammarError("grammar is too large: nest its values less") from error
-        return grammar
 
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
         reasons = self._reasons(conversation, prompt)

@@ -7,7 +7,7 @@ import httpx
 import orjson
 import pytest
 from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
-from text_generation_router.chat.constraint import thinking_grammar
+from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.format import detect_format
 from text_generation_router.grammar import write
 from text_generation_router.request import Grammar, Request
@@ -253,7 +253,7 @@ async def test_guides(
     server: Server, path: str, name: str, value: Any, grammar: Grammar | None
 ) -> None:
     if grammar is not None and path == CHAT:
-        grammar = thinking_grammar(detect_format(TEMPLATE), grammar)
+        grammar = answer_grammar(detect_format(TEMPLATE), grammar)
     expected = "" if grammar is None else write(grammar)
     await answer(server, path, structured_outputs={name: value})
     assert asked(server).grammar == expected
