@@ -8,7 +8,7 @@ has none of the router's, and only `serve` has those of the HTTP server.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from text_generation_process.flags import OPTIONS
@@ -93,7 +93,7 @@ def read_options(
         raw, source = given.get(option.name), f"argument {option.flag}"
         if raw is None and option.variable in environment:
             variable = environment[option.variable]
-            if option.environment_applies(variable) or option.secret or option.guards:
+            if option.secret or option.environment_applies(variable):
                 raw = variable.split(",") if option.repeat else [variable]
                 source = f"environment variable {option.variable}"
         if raw is not None:
@@ -112,56 +112,52 @@ def read_options(
     return values
 
 
-def _unusual(option: Option, values: Values) -> bool:
-    """Whether it was given with a value that is refused or noted."""
-    return any(value not in option.plain for value in values.get(option.name, ()))
+def _given(values: Values) -> Iterator[tuple[Option, str]]:
+    """Each value with its option."""
+    for option in OPTIONS:
+        for value in values.get(option.name, ()):
+            yield option, value
 
 
 def refuse(values: Values) -> None:
     """Raises InvalidOptions for the first option that is known but not supported."""
-    for option in OPTIONS:
-        if option.refusal and _unusual(option, values):
+    for option, value in _given(values):
+        if option.refusal and value not in option.plain:
             raise InvalidOptions(option.refusal)
 
 
 def notes(values: Values) -> tuple[str, ...]:
     """The sentences about options that were given and have no effect."""
-    return tuple(one.note for one in OPTIONS if one.note and _unusual(one, values))
+    return tuple(one.note for one, value in _given(values) if one.note and value not in one.plain)
 
 
 def describe(values: Values) -> str:
     """The options in one line for the log, without secrets."""
-    parts = []
-    for option in OPTIONS:
-        for value in values.get(option.name, ()):
-            if option.switch:
-                parts.append(option.flag)
-            else:
-                parts.append(f"{option.flag} {'<hidden>' if option.secret else value}")
-    return " ".join(parts)
+    return " ".join(
+        one.flag if one.switch else f"{one.flag} {'<hidden>' if one.secret else value}"
+        for one, value in _given(values)
+    )
 
 
 def forward(values: Values, child: Child) -> tuple[str, ...]:
     """The arguments of one child: the options that it has under the same name."""
-    arguments: list[str] = []
-    for option in OPTIONS:
-        if child not in option.to or option.secret:
-            continue
-        for value in values.get(option.name, ()):
-            # `--flag=value`: otherwise a value that starts with a dash would be read as a flag
-            arguments.append(option.flag if option.switch else f"{option.flag}={value}")
-    return tuple(arguments)
+    return tuple(
+        # `--flag=value`: otherwise a value that starts with a dash would be read as a flag
+        one.flag if one.switch else f"{one.flag}={value}"
+        for one, value in _given(values)
+        if child in one.to and not one.secret
+    )
 
 
 def forward_secrets(values: Values, child: Child) -> dict[str, str]:
     """The variables of one child with its secret options: one value per line."""
     return {
-        option.variable: "\n".join(values[option.name])
-        for option in OPTIONS
-        if option.secret and child in option.to and option.name in values
+        one.variable: "\n".join(values[one.name])
+        for one, _ in _given(values)
+        if one.secret and child in one.to
     }
 
 
 def secrets(values: Values) -> tuple[str, ...]:
     """The values that no other user of the machine may see."""
-    return tuple(v for option in OPTIONS if option.secret for v in values.get(option.name, ()))
+    return tuple(value for option, value in _given(values) if option.secret)

@@ -260,7 +260,7 @@ class RouterFlags:
     api_key_file: str | None = http(
         None,
         "file with more keys, one per line; it is read again when it changes",
-        guards=True,
+        environment_applies=lambda _: True,  # so that a lost secret can't open the server
     )
     max_concurrent_requests_per_key: int | None = http(
         None, "maximum concurrent requests of one API key; more get 429", whole(1)

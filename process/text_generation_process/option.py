@@ -152,11 +152,9 @@ class Option:
     secret: bool = False
     """Never printed, and passed to a child in its environment, because every user can read command
     lines. Empty is an error, so that a lost secret can't open the server."""
-    guards: bool = False
-    """Not a secret, but empty is an error for the same reason."""
     has_environment: bool = True
     environment_applies: Callable[[str], bool] = bool
-    """Whether the variable counts; an empty one never does, except of secrets and guards."""
+    """Whether the variable counts, by its value; of a secret it always does."""
     refusal: str = ""
     """The sentence with which every value outside `plain` is refused."""
     note: str = ""

@@ -90,24 +90,17 @@ class Connections:
         """The loop's time at the last tick."""
         self.refused = refused
         """Counts by reason; another counter may take its place."""
-        self._open: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         # Bytes of incomplete bodies, oldest first.
         self._bodies: dict[Connection, int] = {}
         self._num_bytes = 0
 
-    def enter(self, connection: "Connection") -> None:
-        """Starts checking the connection."""
+    def watch(self, connections: set[Any]) -> None:
+        """Checks the open connections of a server until none is left."""
         loop = asyncio.get_running_loop()
         self.now = loop.time()
-        self._open.add(connection)
-        if self._timer is None:
-            self._timer = loop.call_later(self.limits.tick_s, self._check_all, loop)
-
-    def leave(self, connection: "Connection") -> None:
-        """The connection is closed."""
-        self._open.discard(connection)
-        self.release(connection)
+        if self._timer is None and connections:
+            self._timer = loop.call_later(self.limits.tick_s, self._check_all, connections)
 
     def hold(self, connection: "Connection", num_bytes: int) -> None:
         """Counts bytes of an incomplete body. Above the limit for all bodies the oldest is refused,
@@ -124,13 +117,11 @@ class Connections:
         """The connection's body is complete or not needed any more."""
         self._num_bytes -= self._bodies.pop(connection, 0)
 
-    def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time()
-        for connection in tuple(self._open):
-            connection.check(self.now)
+    def _check_all(self, connections: set[Any]) -> None:
         self._timer = None
-        if self._open:
-            self._timer = loop.call_later(self.limits.tick_s, self._check_all, loop)
+        self.watch(connections)
+        for connection in tuple(connections):
+            connection.check(self.now)
 
 
 class Connection(HttpToolsProtocol):
@@ -161,11 +152,11 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         # TLS transports have another default.
         transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
-        self._shared.enter(self)
+        self._shared.watch(self.connections)
         self._since = self._shared.now
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._shared.leave(self)
+        self._shared.release(self)
         self.pipeline.clear()
         if self._answering is not None:
             # uvicorn only notifies the newest request.
