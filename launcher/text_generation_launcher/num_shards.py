@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from text_generation_process.option import InvalidOptions
@@ -34,37 +35,10 @@ def find_num_shards(
     if sharded is False:
         return 1
     named = None if device == "cpu" else _num_named(environment, count_gpus)
-    if sharded:
-        return _num_for_all(named, device, count_gpus)
-    if named is None or named <= 1:
-        return 1
-    # The variable may be set where there is no GPU, and then the shard computes on the CPU.
-    return named if device == "cuda" or count_gpus() > 0 else 1
-
-
-def _num_named(environment: Mapping[str, str], count_gpus: Callable[[], int]) -> int | None:
-    """The number of GPUs in the environment's variables; None without these variables."""
-    if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return _num_visible(chosen)
-    if (chosen := environment.get("NVIDIA_VISIBLE_DEVICES")) is not None:
-        if chosen.strip().lower() in _NO_LIST:
-            return count_gpus()
-        return sum(bool(name.strip()) for name in chosen.split(","))
-    return None
-
-
-def _num_visible(chosen: str) -> int:
-    """CUDA stops at the first name that is not a GPU: `-1` hides all names after it."""
-    num = 0
-    for name in chosen.split(","):
-        if not (name.strip().isdigit() or name.strip().startswith(_BY_NAME)):
-            break
-        num += 1
-    return num
-
-
-def _num_for_all(named: int | None, device: str | None, count_gpus: Callable[[], int]) -> int:
-    """For `--sharded true` without a number."""
+    if not sharded:
+        # The variable may be set where there is no GPU, and then the shard computes on the CPU.
+        is_split = (named or 0) > 1 and (device == "cuda" or count_gpus() > 0)
+        return named if named and is_split else 1
     present = 0 if device == "cpu" else count_gpus()
     if device != "cuda" and present == 0:
         raise InvalidOptions(
@@ -79,6 +53,19 @@ def _num_for_all(named: int | None, device: str | None, count_gpus: Callable[[],
             "--sharded"
         )
     return num
+
+
+def _num_named(environment: Mapping[str, str], count_gpus: Callable[[], int]) -> int | None:
+    """The number of GPUs in the environment's variables; None without these variables."""
+    if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        # CUDA stops at the first name that is not a GPU: `-1` hides all names after it.
+        names = [name.strip() for name in chosen.split(",")]
+        return len([*takewhile(lambda name: name.isdigit() or name.startswith(_BY_NAME), names)])
+    if (chosen := environment.get("NVIDIA_VISIBLE_DEVICES")) is not None:
+        if chosen.strip().lower() in _NO_LIST:
+            return count_gpus()
+        return sum(bool(name.strip()) for name in chosen.split(","))
+    return None
 
 
 def count_gpus(command: str = "nvidia-smi", devices: Path = _DEVICES) -> int:

@@ -161,37 +161,31 @@ class Worker:
         return server
 
 
-class _Server:
-    """Owns the server process and the socket to it, its standard input."""
+class _Server(subprocess.Popen[bytes]):
+    """The server process. Owns the socket to it, its standard input."""
 
     def __init__(self, module: str, memory_bytes: int) -> None:
         """Raises OSError."""
         self.connection, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "text_generation_process.worker"]
-        try:
-            with theirs:
-                # Ctrl-C at a terminal does not reach it.
-                self._process = subprocess.Popen(
-                    [*command, module, str(memory_bytes)],
-                    stdin=theirs.fileno(),
-                    start_new_session=True,
-                )
-        except BaseException:
-            self.connection.close()
-            raise
+        with theirs:
+            # Ctrl-C at a terminal does not reach it.
+            super().__init__(
+                [*command, module, str(memory_bytes)], stdin=theirs.fileno(), start_new_session=True
+            )
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs. Its socket is closed before its runners end."""
         try:
-            return self._process.poll() is None and not _has_ended(self.connection)
+            return self.poll() is None and not _has_ended(self.connection)
         except ValueError:  # `end` has closed it meanwhile
             return False
 
     def end(self) -> None:
         """Kills it, waits until it is gone, and closes the connection. May be repeated."""
-        self._process.kill()
-        self._process.wait()
+        self.kill()
+        self.wait()
         self.connection.close()
 
 
