@@ -1,13 +1,12 @@
 """A complete device in few lines: only what `device.base` requires, in plain torch."""
 
-import time
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from text_generation_shard.device.base import ALL, Form, MemoryBudget, StepScores
-from text_generation_shard.sampling.sampler import sample
+from text_generation_shard.device.base import ALL, Form, MemoryBudget
+from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 
 
 class Weight:
@@ -50,26 +49,19 @@ class Attention:
         return torch.cat(out)
 
 
-class Runner(NamedTuple):
-    model: Any
-    records_steps = compiles_steps = False
-
-    @torch.inference_mode()
-    def launch(self, plan: Any) -> Any:
-        scores = [plan.scores(i, b := plan.batch(i), self.model.forward(b)) for i in plan.passes]
-        return StepScores(plan.choose_by(sample, torch.cat(scores)), time.perf_counter_ns())
-
-
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
     cache_dtype, is_deterministic, runs_behind, spares_core, sums_in_parts = dtype, *[False] * 4
     matrix = staticmethod(lambda weight, _, columns=ALL, part=None: Weight(weight[:, columns]))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
-    embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
+    embedding, attention, copy = matrix, Attention, staticmethod(torch.Tensor.copy_)
     upload, num_spare_blocks = staticmethod(lambda arrays: [*map(torch.from_numpy, arrays)]), 0
     check_room = serve = release_memory = staticmethod(lambda *_: 0)
     weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
     free_bytes, then = (lambda _, n, run: MemoryBudget(2**26, n)), (lambda _, action: action())
+
+    def runner(self, model: Any) -> TorchRunner:
+        return TorchRunner(EagerForward(model), self.upload, model.length_rule)
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)

@@ -128,7 +128,7 @@ class StreamDevice:
         forward, stream = CheckedForward(plain._forward), LateStream()
         graphs = Graphs(model, self._cuda_graphs, stream.recorder, self.upload)
         make_rows = partial(DeviceRows, device=self.torch_device, upload=self.upload)
-        return StreamRunner(forward, graphs, stream, self._begin, make_rows, self.upload)
+        return StreamRunner(model, forward, graphs, stream, self._begin, make_rows, self.upload)
 
     def _begin(self, scores: Scores, *rest: Any) -> Tensor:
         """See `cuda.sampler.begin`."""

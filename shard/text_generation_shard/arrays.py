@@ -17,6 +17,7 @@ Flags = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Array = NDArray[Any]
+NO_INTS: Ints = np.empty(0, dtype=np.int64)
 Upload = Callable[[Sequence[Array]], Sequence[Tensor]]
 """See `Device.upload`."""
 

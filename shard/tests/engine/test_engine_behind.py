@@ -121,10 +121,11 @@ def test_a_step_that_fails_late_leaves_what_was_there(
     handle = engine.launch(StepInput([driver.request(1, [4, 5])], runs_on=True))
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
-        if isinstance(handle.launched, StreamStep):
+        launched: Any = handle.launched
+        if launched is not None:
             # All was given to the device; it says late what it could not do.
-            lost = SimpleNamespace(synchronize=lambda: 1 / 0)
-            patch.setattr(handle.launched, "_moment", lost)
+            lost: Any = SimpleNamespace(synchronize=lambda: 1 / 0)
+            patch.setattr(launched, "_launched", StreamStep(lost))
             handle.wait()
         with pytest.raises(ZeroDivisionError):
             handle.result()

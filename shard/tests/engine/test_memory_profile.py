@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.base import Launched, MemoryBudget, Model
+from text_generation_shard.device.base import MemoryBudget, Model, ScheduledTokens
 from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import Costs, StepInput
 from text_generation_shard.engine.warmup import LargestStep, largest_steps, warm_up
@@ -48,14 +49,14 @@ class MeasuringDevice(StreamDevice):
 
     def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
         runner = super().runner(model)
-        launch = runner.launch
+        make = runner._batch
 
-        def limited(plan: Any) -> Launched:
-            if max(int(item.counts.sum()) for item in plan.passes) > self.most:
+        def limited(rows: Any, scheduled: ScheduledTokens) -> ForwardBatch:
+            if int(scheduled.counts.sum()) > self.most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return launch(plan)
+            return make(rows, scheduled)
 
-        runner.launch = limited  # type: ignore[method-assign, assignment]
+        runner._batch = limited  # type: ignore[method-assign]
         return runner
 
 

@@ -151,7 +151,7 @@ def test_the_same_tokens_whatever_a_step_mixes(
             served = driver.prefill_logprobs[number][1 : len(wanted.ids)]
             near = 0 if form else 2e-4
             assert served == pytest.approx(wanted.prefill_logprobs[1:], abs=near, rel=0)
-    assert engine.num_rows_taken == 0 and not engine._table.prompt_logprobs
+    assert engine.num_rows_taken == 0 and not engine._table.prompt_outputs
     assert sorted(driver.free) == list(range(len(driver.free)))
 
 
@@ -187,7 +187,7 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     def fail(*_: Any) -> None:
         raise RuntimeError("the device says no")
 
-    for place in ("engine.plan.Plan.choose_by", "engine.engine.verify"):
+    for place in ("engine.step_runner.StepRunner.choose", "engine.engine.verify"):
         with monkeypatch.context() as patch:
             patch.setattr(f"text_generation_shard.{place}", fail)
             with pytest.raises(RuntimeError, match="says no"):

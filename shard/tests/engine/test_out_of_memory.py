@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.base import Launched, ScheduledTokens, StepPlan
+from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepInput
+from text_generation_shard.engine.step_runner import StepRunner
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 from torch import Tensor
@@ -74,12 +75,9 @@ class Memory:
         self._place, self._is_short, self._bad = place, False, bad
         self._held: list[weakref.ref[Tensor]] = []
         runner: Any = engine._runner
-        self._launch, self._forward, self._logits = (
-            runner.launch,
-            engine.model.forward,
-            engine.model.logits,
-        )
-        patch.setattr(runner, "launch", self.launch)
+        self._launch = StepRunner.launch
+        self._forward, self._logits = engine.model.forward, engine.model.logits
+        patch.setattr(StepRunner, "launch", lambda steps, plan: self.launch(steps, plan))
         patch.setattr(engine.model, "forward", self.forward)
         patch.setattr(engine.model, "logits", self.logits)
         patch.setattr(engine.device, "release_memory", self.release)
@@ -100,13 +98,13 @@ class Memory:
     def _is_large(self, num_tokens: int, num_scores: int) -> bool:
         return num_tokens > self.most or num_scores > max(1, self.most // 2)
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, steps: StepRunner, plan: Plan) -> Any:
         self._is_short = self._place == "launch" and any(
             self._is_large(int(item.counts.sum()), int(item.num_sampled.sum()))
             for item in plan.passes
         )
         self._check("launch", torch.empty(0))
-        launched = self._launch(plan)
+        launched = self._launch(steps, plan)
         if not (self._is_short and self._place == "result"):
             return launched
 
@@ -115,7 +113,7 @@ class Memory:
             self._is_short = True
             self._check("result", found.choice.scores if found.choice else torch.empty(0))
 
-        return SimpleNamespace(wait=launched.wait, result=result)
+        return SimpleNamespace(wait=launched.wait, choose=launched.choose, result=result)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         hidden = self._forward(batch)
@@ -160,7 +158,7 @@ def test_the_same_tokens_with_little_memory(
         assert driver.logprobs[number] == wanted.logprobs
         served = driver.prefill_logprobs.get(number, [])
         assert served[1 : len(wanted.ids)] == wanted.prefill_logprobs[1:]
-    assert engine.num_rows_taken == 0 and not engine._table.prompt_logprobs
+    assert engine.num_rows_taken == 0 and not engine._table.prompt_outputs
     assert sorted(driver.free) == list(range(len(driver.free)))
     assert memory.num_released >= memory.num_short > 200
 
@@ -259,14 +257,15 @@ def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     driver.run()
     driver.add([driver.request(5, [9, 8], **LONG)])
 
-    batch = Plan.batch
+    runner: Any = driver.engine._runner
+    scores = runner.scores
 
-    def no_memory(self: Plan, scheduled: ScheduledTokens, *rest: Any) -> ForwardBatch:
-        if 1 in self._fixed.table.ids(scheduled.rows.tolist()):
+    def no_memory(rows: Any, scheduled: ScheduledTokens, *rest: Any) -> Any:
+        if 1 in rows.ids(scheduled.rows.tolist()):
             raise MemoryError
-        return batch(self, scheduled, *rest)
+        return scores(rows, scheduled, *rest)
 
-    monkeypatch.setattr(Plan, "batch", no_memory)
+    monkeypatch.setattr(runner, "scores", no_memory)
     # Blocks that were not written.
     driver.free.reverse()
     # There is never memory for it; the others have its first two blocks.

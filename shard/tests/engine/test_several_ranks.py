@@ -13,6 +13,7 @@ from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import Costs
+from text_generation_shard.engine.step_runner import StepRunner
 from text_generation_shard.errors import RankError
 from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
@@ -154,13 +155,15 @@ def fail_once(
 ) -> None:
     """Make the next step fail on this rank only: before it is planned, while it is planned, or
     after all ranks have computed it."""
-    owner: Any = engine if moment == "unplanned" else engine._runner
+    owner: Any = engine if moment == "unplanned" else StepRunner
     plain = owner.launch
 
-    def launch(given: Any) -> Any:
+    def launch(*given: Any) -> Any:
+        if moment != "unplanned" and given[0] is not engine._steps:
+            return plain(*given)
         monkeypatch.setattr(owner, "launch", plain)
         if moment == "computed":
-            plain(given)
+            plain(*given)
         raise error
 
     monkeypatch.setattr(owner, "launch", launch)

@@ -12,6 +12,7 @@ from text_generation_proto import pb
 from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepInput
+from text_generation_shard.engine.step_runner import StepRunner
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
@@ -100,16 +101,18 @@ def test_texts_are_those_of_a_device_that_waits(
     spare: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner: Any = stream.engine._runner
-    launch, plans = runner.launch, list[Any]()
+    launch, plans = StepRunner.launch, list[Any]()
     was_behind = list[bool]()
 
-    def count(plan: Any) -> Any:
-        plans.append(plan)
-        was_behind.append(not plan.knows_tokens and plan.grammars is None)
-        return launch(plan)
+    def count(steps: StepRunner, plan: Any) -> Any:
+        if steps is stream.engine._steps:
+            plans.append(plan)
+            knows_tokens = plan.before is None
+            is_known = knows_tokens or not steps.table.depend_on_tokens(plan.samples.rows)
+            was_behind.append(not is_known and plan.grammars is None)
+        return launch(steps, plan)
 
-    monkeypatch.setattr(runner, "launch", count)
+    monkeypatch.setattr(StepRunner, "launch", count)
     assert texts(stream, grammars, spare) == texts(plain, grammars, spare)
     again = len(plans) - len({id(plan) for plan in plans})
     assert 0 < again <= len(grammars), "a token was replaced, and few steps were computed for it"
@@ -155,18 +158,17 @@ def test_a_step_that_can_not_be_launched_again_is_lost_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = alone(plain, **open_ended)
-    runner: Any = stream.engine._runner
-    launch, launched = runner.launch, list[Any]()
+    launch, launched = StepRunner.launch, list[Any]()
 
-    def once(plan: Any) -> Any:
+    def once(steps: StepRunner, plan: Any) -> Any:
         if plan in launched:
             raise RuntimeError("the device says no")
         launched.append(plan)
-        return launch(plan)
+        return launch(steps, plan)
 
     stream.add([stream.request(0, [3, 4], **open_ended)])
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch", once)
+        patch.setattr(StepRunner, "launch", once)
         with pytest.raises(RuntimeError, match="says no"):
             stream.run()
     assert 0 < len(stream.tokens[0]) < len(wanted) and stream.engine.num_rows_taken == 1

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints, Tokens, Upload
-from text_generation_shard.device.forward import Attention, ForwardBatch, Scoring
+from text_generation_shard.arrays import NO_INTS, Ints, Tokens, Upload
+from text_generation_shard.device.forward import Attention, ForwardBatch, RowState, Scoring
 from text_generation_shard.parallel import Collectives
 from text_generation_shard.rendezvous import Rendezvous
-from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
+from text_generation_shard.sampling.sampler import Allowed, Choice, Scores, TokenHistory
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,11 @@ class Model(Protocol):
     attention: Attention
 
     @property
+    def length_rule(self) -> str | None:
+        """Name of the length that selects a token's rope frequencies; None: they are the same for
+        all lengths."""
+
+    @property
     def is_recordable(self) -> bool:
         """Whether a pass may be recorded, and replayed with other inputs of the same shape."""
 
@@ -136,6 +142,10 @@ class Rows(Protocol):
     # [capacity, width] token ids and block numbers.
     token_ids: Tokens
     block_tables: Ints
+    # [capacity] tokens in the cache, of the input and of the prompt of each row.
+    lens: Ints
+    input_lens: Ints
+    prompt_lens: Ints
     # [capacity] number of blocks of each row, and how many requests have used the row so far. While
     # a request uses a row, blocks are only appended to its table.
     num_blocks: Ints
@@ -145,8 +155,7 @@ class Rows(Protocol):
     num_cache_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
+class ScheduledTokens(NamedTuple):
     """Scheduled tokens of one forward pass: `counts` tokens of each of R rows, from position
     `starts`. A token is sampled after each of a row's last `num_sampled` tokens. All arrays are
     [R].
@@ -160,6 +169,11 @@ class ScheduledTokens:
     ends: Ints
     # Every row has exactly one token, and one is sampled after it.
     is_decode: bool = False
+    # [W] indices of the rows whose input token only the device knows: it was chosen in the previous
+    # step, whose result was not read yet.
+    waiting: Ints = NO_INTS
+    # See ForwardBatch.states.
+    states: tuple[RowState, ...] | None = None
 
     def tokens(self) -> tuple[Ints, Ints]:
         """[T] row and [T] position of each token; the first may be `rows` itself."""
@@ -174,59 +188,30 @@ def last_ones(ends: Ints, counts: Ints) -> Ints:
     return shifts + np.arange(len(shifts))
 
 
-class StepPlan(Protocol):
-    """A planned step: its passes, and how tokens are chosen from their scores."""
+class ChoiceInputs(NamedTuple):
+    """What the choice of tokens depends on, beside their scores: the arguments of a `Sampler`."""
 
-    # Row state, and the passes in order.
-    rows: Rows
-    passes: Sequence[ScheduledTokens]
-    # [S] row of each score that `choose_by` gets.
-    sampled_rows: Ints
-    # Whether `choose_by` may be called now: the tokens of the previous step are known, or no choice
-    # depends on them. Otherwise it may be called once the previous step is collected.
-    knows_tokens: bool
-    # Whether hidden states of tokens without sampling are needed. If not, the device may compute
-    # scores itself.
-    wants_hidden: bool
-    # Whether `Choice.scores` is read after the choice.
-    wants_scores: bool
-
-    def batch(
-        self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
-    ) -> ForwardBatch:
-        """The inputs of a pass, on the device. Raises BatchError if the shard is stopping.
-
-        `tables`, for devices that keep block tables: maps rows [R] and a number of tokens to block
-        tables [R, width]. If a step is launched before the previous one has a result, the host does
-        not know input_ids at `waiting`: the runner fills in the ids that it chose.
-        """
-
-    def waiting(self, scheduled: ScheduledTokens) -> Ints:
-        """[W] rows of a pass whose input token the host does not know yet."""
-
-    def scores(self, scheduled: ScheduledTokens, batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """Scores [S, vocab_size] of the sampled positions of a pass; also records prompt
-        log-probabilities. hidden: [T, hidden_size] of all tokens."""
-
-    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
-        """Choose a token from each row of scores [S, vocab_size], which may be overwritten; None if
-        S is 0."""
+    table: SamplingTable
+    history: TokenHistory
+    end_ids: Ints
+    watermark: Watermark
+    allowed: Allowed | None
 
 
 class Launched(Protocol):
-    """A launched step."""
+    """A point behind the passes of a step, or behind the choice of its tokens."""
 
     def wait(self) -> None:
         """Block until `result` returns without waiting. Raises nothing; any thread may call it."""
 
     def result(self) -> "StepScores":
-        """Wait for the step, and return its scores or raise its error. Called once."""
+        """Wait for the device, and return the choice or raise the step's error."""
 
 
 class StepScores(NamedTuple):
-    """The result of a step. Also a `Launched` for devices that compute a step during `launch`."""
+    """The result of a step. Also a `Launched` for devices that compute during the call."""
 
-    # None: no token was sampled.
+    # None: no token was chosen.
     choice: Choice | None
     # time.perf_counter_ns() at the end of all passes.
     forward_done_ns: int
@@ -240,16 +225,27 @@ class StepScores(NamedTuple):
 
 
 class Runner(Protocol):
-    """Computes steps in launch order."""
+    """Computes passes and choices in the order of the calls, now or later. Row state is read only
+    during a call."""
 
     # Whether steps are recorded by size, then replayed.
     records_steps: bool
     # Whether the first step of a kind may compile code, so its time says nothing about later steps.
     compiles_steps: bool
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Launch a step; the device computes it now or later. Row state is read only during this
-        call. The last step may be launched again; then its first result is never requested."""
+    def hidden(self, rows: Rows, scheduled: ScheduledTokens) -> Tensor:
+        """Last hidden states [T, hidden_size] of all tokens of a pass."""
+
+    def scores(self, rows: Rows, scheduled: ScheduledTokens, is_kept: bool) -> Scores:
+        """Scores [S, vocab_size] of the sampled positions of a pass, in float32. They are valid
+        until the next pass, or, if `is_kept`, as long as they are referenced."""
+
+    def choose(self, scores: Scores, given: ChoiceInputs) -> Launched:
+        """Choose a token for each of the scores [S, vocab_size], which may be overwritten; S is not
+        0. See `sampling.sample`."""
+
+    def mark(self) -> Launched:
+        """The end of the passes so far, without a choice."""
 
 
 class Device(Protocol):

@@ -15,15 +15,16 @@ from typing import TypeVar
 import numpy as np
 from text_generation_proto import pb
 
-from text_generation_shard.device.base import Device, Launched, ScheduledTokens
+from text_generation_shard.device.base import Device, ScheduledTokens
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import unless_short
 from text_generation_shard.engine.output import Computed, verify, write
-from text_generation_shard.engine.plan import Fixed, Plan
+from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
+from text_generation_shard.engine.step_runner import LaunchedStep, StepRunner
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.base import LanguageModel
@@ -39,7 +40,12 @@ class StepHandle:
     """A launched step. The engine sets its outcome."""
 
     def __init__(
-        self, engine: "Engine", plan: Plan, launched: Launched | None, began_ns: int, admit_ns: int
+        self,
+        engine: "Engine",
+        plan: Plan,
+        launched: LaunchedStep | None,
+        began_ns: int,
+        admit_ns: int,
     ) -> None:
         """launched: None if there was no memory for it, or for a step that it depends on."""
         self.plan, self.launched = plan, launched
@@ -150,22 +156,23 @@ class Engine:
             num_cache_blocks=num_blocks,
             num_snapshots=num_snapshots,
         )
-        self._fixed = Fixed(
+        self._steps = StepRunner(
+            runner=self._runner,
             model=model,
             table=table,
             upload=self.device.upload,
-            length_rule=model.length_rule,
             end_ids=np.array(model.config.eos_token_ids, dtype=np.int64),
-            watermark=self._watermark,
-            follows_grammars=self.world.rank == 0,
-            is_stopping=self._is_stopping,
             unused_ids=self.device.upload([unused])[0] if len(unused) else None,
+            watermark=self._watermark,
+            is_stopping=self._is_stopping,
         )
         self._drafter = Drafter(capacity, agree=self.world.broadcast)
         self._planner = Planner(
-            fixed=self._fixed,
+            model=model,
+            table=table,
             drafter=self._drafter,
-            masks=self._masks,
+            # The limits of grammars' time and memory could differ by rank.
+            masks=self._masks if self.world.rank == 0 else None,
             max_prefill_tokens=max_prefill_tokens,
         )
 
@@ -201,7 +208,10 @@ class Engine:
                 rows.append(self._table.take(request))
             admitted = time.perf_counter_ns()
             plan = self._planner.plan(step, rows, before)
-            launched = self._unless_short(partial(self._runner.launch, plan))
+            if self._in_flight and self._in_flight[0].launched is not None:
+                # Its tokens may be inputs of this step.
+                self._in_flight[0].launched.choose()
+            launched = self._unless_short(partial(self._steps.launch, plan))
         except BaseException:
             self._table.release(rows if plan is None else self._lost_rows(plan))
             raise
@@ -258,12 +268,13 @@ class Engine:
         plan, table = handle.plan, self._table
         try:
             self._planner.start_grammars(plan)
-            if not table.driven.isdisjoint(plan.sampled_rows.tolist()):
+            if not table.driven.isdisjoint(plan.samples.rows.tolist()):
                 # A grammar replaced a token that the device used as an input: launch again.
-                plan.catch_up()
+                plan.before = None
+                plan.prompt_parts.clear()
                 table.rewind(plan.computed)
                 handle.launched = None
-                handle.launched = self._unless_short(partial(self._runner.launch, plan))
+                handle.launched = self._unless_short(partial(self._steps.launch, plan))
                 table.advance(plan.computed)
         except BaseException as error:
             self._in_flight.popleft()
@@ -329,7 +340,7 @@ class Engine:
 
         def compute(scheduled: ScheduledTokens) -> Computed | None:
             own = self._planner.part(scheduled)
-            part = self._unless_short(lambda: self._computed(own, self._runner.launch(own)))
+            part = self._unless_short(lambda: self._computed(own, self._steps.launch(own)))
             if part is None:
                 self.device.release_memory()
             return part
@@ -355,7 +366,7 @@ class Engine:
         done_ns = parts[-1].done_ns if parts else time.perf_counter_ns()
         return self._complete(out_of_memory.merged(outputs), handle, done_ns)
 
-    def _computed(self, plan: Plan, launched: Launched) -> Computed:
+    def _computed(self, plan: Plan, launched: LaunchedStep) -> Computed:
         """Wait for a launched step, and verify its tokens."""
         scores = launched.result()
         done_ns, table = scores.forward_done_ns, self._table

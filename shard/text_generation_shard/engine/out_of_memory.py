@@ -5,7 +5,6 @@ This module decides how to cut a step; the engine computes.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -82,10 +81,8 @@ def _span(row: int, start: int, count: int, num_sampled: int) -> ScheduledTokens
 
 def _rows_of(scheduled: ScheduledTokens, index: slice | Ints) -> ScheduledTokens:
     """Some rows of a pass."""
-    return ScheduledTokens(
-        *(scheduled.rows[index], scheduled.starts[index], scheduled.counts[index]),
-        *(scheduled.num_sampled[index], scheduled.ends[index], scheduled.is_decode),
-    )
+    rows, starts, counts, num_sampled, ends = (column[index] for column in scheduled[:5])
+    return ScheduledTokens(rows, starts, counts, num_sampled, ends, scheduled.is_decode)
 
 
 def without(
@@ -112,7 +109,7 @@ def written_by_others(
             if len(found) and row not in seen:
                 starts[index] = found[0] * size
             seen.add(row)
-        yield replace(item, starts=starts, counts=item.ends - starts)
+        yield item._replace(starts=starts, counts=item.ends - starts)
 
 
 def merged(outputs: Sequence[pb.StepResponse]) -> pb.StepResponse:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from text_generation_proto import pb
 
-from text_generation_shard.arrays import Ints
-from text_generation_shard.engine.forward_batch import SampledPositions
-from text_generation_shard.engine.plan import Plan
+from text_generation_shard.arrays import NO_INTS, Ints
+from text_generation_shard.engine.plan import Plan, SampledPositions
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.parallel import World
@@ -26,7 +25,6 @@ _LOST = "the step in which the grammar went on has failed on another shard"
 # Marks. At a row's first position: its grammar replaced the token, or can not go on. At any
 # position: the scores are not finite.
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
-_NO_INTS: Ints = np.empty(0, dtype=np.int64)
 
 
 class Computed(NamedTuple):
@@ -37,9 +35,9 @@ class Computed(NamedTuple):
     done_ns: int
     output: pb.StepResponse
     # The accepted tokens: [T] each.
-    rows: Ints = _NO_INTS
-    positions: Ints = _NO_INTS
-    token_ids: Ints = _NO_INTS
+    rows: Ints = NO_INTS
+    positions: Ints = NO_INTS
+    token_ids: Ints = NO_INTS
     # [R] accepted tokens of each row that sampled.
     counts: Sequence[int] = ()
     # Rows whose request has ended, and those whose grammar has replaced a token.
@@ -62,7 +60,7 @@ def verify(
     unsound = choice.unsound()
     if grammars is not None:
         choice = grammars.settle(choice)
-    token_ids, marks = choice.token_ids, _NO_INTS
+    token_ids, marks = choice.token_ids, NO_INTS
     if unsound or grammars is not None:
         marks = _marks(len(token_ids), unsound, grammars)
     if world.size > 1 and table.are_constrained(samples.owners):
@@ -86,28 +84,18 @@ def verify(
 def write(computed: Computed, table: RowTable) -> pb.StepResponse:
     """Write results into the row table, and release the rows that ended."""
     plan, output, samples = computed.plan, computed.output, computed.plan.samples
-    for row, values in plan.prompt_logprobs.items():
-        table.prompt_logprobs[row].extend(values)
-    for row, pooled_part in plan.pooled_outputs:
-        table.pooled_outputs[row].add(pooled_part)
+    for part in plan.prompt_parts:
+        table.prompt_outputs[part.row].add(part)
     if not computed.counts:
         return output
     table.write(computed.rows, computed.positions, computed.token_ids)
     if not samples.is_single:
         right = np.array(computed.counts) - 1
         table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
-    if table.prompt_logprobs or table.pooled_outputs:
-        request_ids = output.generations.request_ids
-        for row, request_id in zip(samples.owners.tolist(), request_ids, strict=True):
-            if (found := table.prompt_logprobs.pop(row, None)) is not None:
-                output.prefill_logprobs.append(found.own)
-                if found.best.token_ids:
-                    output.prefill_top_tokens.append(found.best)
-            if (of_prompt := table.pooled_outputs.pop(row, None)) is not None:
-                if pooled := of_prompt.pooled():
-                    output.pooled_prompts.add(request_id=request_id, values=pooled)
-                if of_prompt.scores:
-                    output.token_scores.add(request_id=request_id, logprobs=of_prompt.scores)
+    if table.prompt_outputs:
+        for row in samples.owners.tolist():
+            if (found := table.prompt_outputs.pop(row, None)) is not None:
+                found.write(output)
     table.driven.update(computed.driven)
     table.release(computed.ended)
     return output

@@ -1,23 +1,18 @@
 """Plans a step: which rows decode, which parts of inputs are computed, which tokens are drafted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.engine.forward_batch import (
-    SampledPositions,
-    decode_tokens,
-    prefill_tokens,
-    together,
-    verified_tokens,
-)
 from text_generation_shard.engine.ngram import Drafter
-from text_generation_shard.engine.plan import Fixed, Plan
+from text_generation_shard.engine.plan import Plan, SampledPositions
+from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import Costs, StepInput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
+from text_generation_shard.models.base import LanguageModel
 
 
 class Planner:
@@ -25,18 +20,20 @@ class Planner:
 
     def __init__(
         self,
-        fixed: Fixed,
+        model: LanguageModel,
+        table: RowTable,
         drafter: Drafter,
-        masks: GrammarMasks,
+        masks: GrammarMasks | None,
         max_prefill_tokens: int,
     ) -> None:
-        """`max_prefill_tokens`: the most input tokens of one pass."""
+        """masks: None on ranks that do not follow grammars. max_prefill_tokens: the most input
+        tokens of one pass."""
         self.costs = Costs(1, 1, 1, 0)
         """The times of steps, as measured by rank 0."""
-        self._fixed, self._table = fixed, fixed.table
+        self._model, self._table = model, table
         self._drafter, self._masks = drafter, masks
         self._max_prefill_tokens = max_prefill_tokens
-        self._recompute_at = fixed.model.recompute_at
+        self._recompute_at = model.recompute_at
 
     def plan(self, step: StepInput, rows: Sequence[int], before: SampledPositions | None) -> Plan:
         """The whole step, in one pass unless its inputs are too long; BatchError if it is invalid.
@@ -54,7 +51,9 @@ class Planner:
             passes = [*passes[:-1], together(decoding, passes[-1]) if passes else decoding]
         for scheduled in passes:
             table.check_covered(scheduled.rows, scheduled.ends)
-        plan = Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
+        if self._model.state_bytes:
+            passes = [item._replace(states=table.states(item)) for item in passes]
+        plan = Plan(table, passes, self._recomputed(decoding), rows, before)
         if before is None:
             self.start_grammars(plan)
         return plan
@@ -81,7 +80,7 @@ class Planner:
                 return None
         num_drafted = None
         # A state can not be taken back behind wrong draft tokens.
-        if step.speculate and not self._fixed.model.state_bytes:
+        if step.speculate and not self._model.state_bytes:
             num_tokens = len(rows) + sum(end - start for start, end in inputs.values())
             num_drafted = self._draft(rows, step.speculate, num_tokens)
         starts = table.lens[rows]
@@ -126,7 +125,7 @@ class Planner:
 
     def part(self, scheduled: ScheduledTokens) -> Plan:
         """One part of a planned step; no other step is in flight."""
-        plan = Plan(self._fixed, [scheduled], [], [], None)
+        plan = Plan(self._table, [scheduled])
         self.start_grammars(plan)
         return plan
 
@@ -144,7 +143,7 @@ class Planner:
         """Start the grammars' work on the CPU. The table holds the tokens of the previous step and
         the draft tokens of this one."""
         table, samples, constrained = self._table, plan.samples, list[ConstrainedRow]()
-        if not (table.constraints and self._fixed.follows_grammars):
+        if not table.constraints or self._masks is None:
             return
         columns = samples.owners.tolist(), samples.firsts.tolist(), samples.ends.tolist()
         for row, first, end in zip(*columns, strict=True):
@@ -153,3 +152,51 @@ class Planner:
                 draft_tokens = table.token_ids[row, known : known + end - first - 1].tolist()
                 constrained.append(ConstrainedRow(constraint, first, draft_tokens))
         plan.grammars = self._masks.start(constrained)
+
+
+def decode_tokens(rows: Ints, starts: Ints) -> ScheduledTokens:
+    """One token of each row; each samples."""
+    ones = np.ones(len(rows), dtype=np.int64)
+    return ScheduledTokens(rows, starts, ones, ones, starts + 1, is_decode=True)
+
+
+def verified_tokens(rows: Ints, starts: Ints, num_drafted: Ints) -> ScheduledTokens:
+    """One token of each row and its draft tokens; each token samples."""
+    counts = num_drafted + 1
+    return ScheduledTokens(rows, starts, counts, counts, starts + counts)
+
+
+def prefill_tokens(
+    spans: Mapping[int, tuple[int, int]], budget: int, table: RowTable, samples: bool = True
+) -> Iterator[ScheduledTokens]:
+    """Cut row → [start, end) into passes of at most `budget` tokens. A row samples at the end of
+    its input."""
+    piece: list[tuple[int, int, int]] = []
+    room = budget
+    for row, (start, end) in spans.items():
+        while start < end:
+            count = min(room, end - start)
+            piece.append((row, start, count))
+            start += count
+            room -= count
+            if room == 0:
+                yield _scheduled(piece, table, samples)
+                piece, room = [], budget
+    if piece:
+        yield _scheduled(piece, table, samples)
+
+
+def _scheduled(
+    piece: list[tuple[int, int, int]], table: RowTable, samples: bool
+) -> ScheduledTokens:
+    rows, starts, counts = np.array(piece, dtype=np.int64).T.copy()
+    ends: Ints = starts + counts
+    is_complete = (ends == table.input_lens[rows]) & samples
+    return ScheduledTokens(rows, starts, counts, is_complete.astype(np.int64), ends)
+
+
+def together(first: ScheduledTokens, second: ScheduledTokens) -> ScheduledTokens:
+    """Both passes as one."""
+    columns = zip(first[:5], second[:5], strict=True)
+    rows, starts, counts, num_sampled, ends = (np.concatenate(pair) for pair in columns)
+    return ScheduledTokens(rows, starts, counts, num_sampled, ends)

@@ -8,7 +8,8 @@ from text_generation_proto import pb
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.device.forward import RowState
-from text_generation_shard.engine.step import NewRequest, PooledOutput, PromptLogprobs
+from text_generation_shard.engine.prompt_outputs import PromptOutput
+from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import Constraint
 from text_generation_shard.sampling.table import SamplingTable
@@ -56,9 +57,7 @@ class RowTable:
         # Rows whose grammar has replaced a token so that the text ends within max_new_tokens.
         self.driven: set[int] = set()
         # By row, if requested, until its first token.
-        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
-        # By row, if requested, until its first token.
-        self.pooled_outputs: dict[int, PooledOutput] = {}
+        self.prompt_outputs: dict[int, PromptOutput] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -95,13 +94,8 @@ class RowTable:
         self.sampling.set(row, request.sampling, request.stop_token_ids)
         if constraint:
             self.constraints[row] = constraint
-        if request.prefill_logprobs:
-            self.prompt_logprobs[row] = PromptLogprobs(
-                pb.PrefillLogprobs(request_id=request.id, logprobs=[float("nan")]),
-                pb.PrefillTopTokens(request_id=request.id),
-            )
-        if request.pooling or request.score_token_ids:
-            self.pooled_outputs[row] = PooledOutput(request)
+        if request.prefill_logprobs or request.pooling or request.score_token_ids:
+            self.prompt_outputs[row] = PromptOutput(request)
         self.running = np.append(self.running, row)
         return row
 
@@ -160,8 +154,7 @@ class RowTable:
             self.top_n_tokens.pop(row, None)
             self.constraints.pop(row, None)
             self.driven.discard(row)
-            self.prompt_logprobs.pop(row, None)
-            self.pooled_outputs.pop(row, None)
+            self.prompt_outputs.pop(row, None)
             self._free.append(row)
         if len(rows):
             self.running = self.running[~np.isin(self.running, rows)]
@@ -263,11 +256,6 @@ class RowTable:
         is_first = start == request.num_cached_tokens
         stores = tuple(pair for pair in request.stores if start < pair[0] <= end)
         return RowState(row, is_first, request.snapshot if is_first else None, stores)
-
-    def slots(self, rows: Ints, positions: Ints) -> Ints:
-        """The cache slots of the tokens at `positions` of `rows`: all [T]."""
-        block, within = np.divmod(positions, self.block_size)
-        return self.block_tables[rows, block] * self.block_size + within
 
     def tables(self, rows: Ints, longest: int) -> Ints:
         """Block tables of `rows`, wide enough for `longest` tokens: [R, width]."""

@@ -1,15 +1,12 @@
-"""The engine's inputs as values, and what it gathers for its output, a StepResponse."""
+"""The engine's inputs as values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-import numpy as np
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from torch import Tensor
 
-from text_generation_shard.arrays import Doubles
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import Constraint
 
@@ -132,50 +129,3 @@ class StepInput:
             speculate=message.speculate,
             is_ahead=message.is_ahead,
         )
-
-
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the input tokens computed so far, and the best tokens at each position,
-    if requested."""
-
-    own: pb.PrefillLogprobs
-    best: pb.PrefillTopTokens
-
-    def extend(self, other: "PromptLogprobs") -> None:
-        """Append those of the next tokens."""
-        self.own.MergeFrom(other.own)
-        self.best.MergeFrom(other.best)
-
-
-class PooledPart(NamedTuple):
-    """One pass's contribution to a PooledOutput. Its tensors are valid after the pass has ended."""
-
-    # [hidden_size] float64: the sum of the hidden states, or the last one.
-    pooled: Tensor | None
-    # [ids] float32 log-probabilities.
-    scores: Tensor | None
-
-
-@dataclass(slots=True)
-class PooledOutput:
-    """The pooled hidden state and token scores of a prompt, as far as computed."""
-
-    request: NewRequest
-    scores: list[float] = field(default_factory=list)
-    _total: Doubles | None = None
-
-    def add(self, part: PooledPart) -> None:
-        """Add the next pass."""
-        if part.pooled is not None:
-            found: Doubles = part.pooled.numpy()
-            self._total = found.copy() if self._total is None else self._total + found
-        if part.scores is not None:
-            self.scores = part.scores.tolist()
-
-    def pooled(self) -> bytes:
-        """PooledPrompt.values; empty: not requested."""
-        if self._total is None:
-            return b""
-        is_mean = self.request.pooling == pb.POOLING_MEAN
-        divisor = self.request.num_prompt_tokens if is_mean else 1
-        return (self._total / divisor).astype(np.dtype("<f4")).tobytes()

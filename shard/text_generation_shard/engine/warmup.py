@@ -15,7 +15,7 @@ from text_generation_shard.device.base import Device, MemoryBudget
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
-from text_generation_shard.engine.plan import LOGPROB_ROWS
+from text_generation_shard.engine.prompt_outputs import LOGPROB_ROWS
 from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.base import LanguageModel

@@ -37,11 +37,6 @@ class LanguageModel(base.Model, Protocol):
         rows."""
 
     @property
-    def length_rule(self) -> str | None:
-        """Name of the length that selects a token's rope frequencies; None: they are the same for
-        all lengths."""
-
-    @property
     def recompute_at(self) -> int | None:
         """Length beyond which a row must be recomputed; None: never."""
 

@@ -20,6 +20,7 @@ from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
+from text_generation_shard.engine.step_runner import StepRunner
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -217,13 +218,13 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
     engine = Engine(device, model, 0, Watermark(0.5, 2.0))
     engine.use_table(16, max_total_tokens=4096, num_blocks=4000, max_prefill_tokens=4096)
     # A mask for each row, not made by a grammar.
-    vocab_size, choose_by = model.config.vocab_size, Plan.choose_by
+    vocab_size, choose_plain = model.config.vocab_size, StepRunner.choose
 
-    def choose(plan: Plan, begin: Any, scores: Any) -> Any:
+    def choose(steps: StepRunner, plan: Plan, scores: Any) -> Any:
         plan.grammars = AllowsAll(plan, vocab_size)  # type: ignore[assignment]
-        return choose_by(plan, begin, scores)
+        return choose_plain(steps, plan, scores)
 
-    monkeypatch.setattr(Plan, "choose_by", choose)
+    monkeypatch.setattr(StepRunner, "choose", choose)
     requests = [
         NewRequest(
             *(row, range(100), 100, 0, range(10 * row, 10 * row + 10)),

@@ -178,7 +178,7 @@ class CpuDevice(TorchDevice):
             # threads keep the cores busy for a while after their last work. Between operators of
             # both, that makes steps of several rows many times as long.
             torch.set_num_threads(1)
-        return CpuRunner(model, decoder)
+        return CpuRunner(model, decoder, self.upload)
 
     def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
         """See Device; uses the estimate. All ranks share this machine's memory equally."""

@@ -12,7 +12,7 @@ from numba import config as numba_config
 from numba import typeof
 from torch import Tensor
 
-from text_generation_shard.arrays import Floats, Ints
+from text_generation_shard.arrays import Floats, Ints, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
@@ -26,7 +26,7 @@ from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marke
 from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerWeights
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
-from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
+from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.sampling.sampler import (
     Allowed,
     Choice,
@@ -198,13 +198,13 @@ class FusedDecoder:
         plan = self._attention.plan(batch, self._model.angles(batch))
         return torch.from_numpy(self._logits(batch.input_ids.numpy(), plan))
 
-    def decode_scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Floats:
+    def decode_scores(self, rows: base.Rows, scheduled: base.ScheduledTokens) -> Floats:
         """`scores` of a decode pass, if `is_whole`. Avoids torch's operators, which are slow
         between steps, when their code is in no cache."""
         end = max(scheduled.ends.tolist())
         # Positions are `starts`, a numpy array.
         angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
-        return self._logits(*self._attention.plan_rows(plan.rows, scheduled, angles))
+        return self._logits(*self._attention.plan_rows(rows, scheduled, angles))
 
     def _logits(self, ids: Ints, plan: PackedPlan) -> Floats:
         own = self._weights.sizes
@@ -266,33 +266,27 @@ class FusedDecoder:
             self._ranks.check(int(self._status[0]))
 
 
-class CpuRunner:
-    """Computes a step during `launch`: each pass by the fused decoder, if there is one."""
+class CpuRunner(TorchRunner):
+    """Computes a pass by the fused decoder, if there is one."""
 
-    records_steps = False
-    compiles_steps = False
-
-    def __init__(self, model: base.Model, decoder: FusedDecoder | None) -> None:
-        self._forward: Forward = decoder or EagerForward(model)
+    def __init__(self, model: base.Model, decoder: FusedDecoder | None, upload: Upload) -> None:
+        super().__init__(decoder or EagerForward(model), upload, model.length_rule)
         self._decoder = decoder if decoder is not None and decoder.is_whole else None
 
-    def launch(self, plan: base.StepPlan) -> base.StepScores:
+    def scores(self, rows: base.Rows, scheduled: base.ScheduledTokens, is_kept: bool) -> Scores:
         """See Runner."""
-        scores = [self._scores(plan, scheduled) for scheduled in plan.passes]
-        done = time.perf_counter_ns()
-        if len(scores) == 1 and isinstance(scores[0], np.ndarray):
-            # A numpy array needs no torch operators, which are slow here: see `decode_scores`.
-            return base.StepScores(plan.choose_by(sample, scores[0]), done)
-        with torch.inference_mode():
-            together = torch.cat([torch.as_tensor(item) for item in scores])
-            return base.StepScores(plan.choose_by(sample, together), done)
-
-    def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
-        """Scores [S, vocab_size] of the sampled positions of one pass."""
         if self._decoder is not None and scheduled.is_decode:
-            return self._decoder.decode_scores(plan, scheduled)
+            return self._decoder.decode_scores(rows, scheduled)
+        return super().scores(rows, scheduled, is_kept)
+
+    def choose(self, scores: Scores, given: base.ChoiceInputs) -> base.Launched:
+        """See Runner."""
+        done = time.perf_counter_ns()
+        if isinstance(scores, np.ndarray):
+            # A numpy array needs no torch operators, which are slow here: see `decode_scores`.
+            return base.StepScores(sample(scores, *given), done)
         with torch.inference_mode():
-            return pass_scores(self._forward, plan, scheduled, plan.batch(scheduled))
+            return base.StepScores(sample(scores, *given), done)
 
 
 _PRODUCTS = "qkv", "out", "gate_up", "down"

@@ -112,21 +112,19 @@ class Graphs:
         width: int = self._state.rows.block_tables.shape[1]
         return width * self._model.attention.block_size
 
-    def suits(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> bool:
+    def suits(self, scheduled: base.ScheduledTokens) -> bool:
         """Whether `scores` supports this pass."""
-        if plan.wants_hidden or not self.are_used:
+        if not self.are_used:
             return False
         is_sampled = scheduled.is_decode or bool((scheduled.num_sampled == scheduled.counts).all())
         return is_sampled and int(scheduled.counts.sum()) <= self._sizes[-1]
 
-    def scores(self, scheduled: base.ScheduledTokens, waiting: Ints) -> Tensor:
-        """Scores [T, vocab_size] of all tokens of a pass, valid until the next pass. waiting: see
-        StepPlan."""
+    def scores(self, scheduled: base.ScheduledTokens) -> Tensor:
+        """Scores [T, vocab_size] of all tokens of a pass, valid until the next pass."""
         own, positions = scheduled.tokens()
         kind = self._kind(len(own), int(scheduled.ends.max()))
-        self._fill(
-            kind.size, own, positions, (scheduled.counts.cumsum() - scheduled.counts)[waiting]
-        )
+        firsts = scheduled.counts.cumsum() - scheduled.counts
+        self._fill(kind.size, own, positions, firsts[scheduled.waiting])
         work = self._recorded.get(kind)
         if work is not None:
             work()

@@ -139,6 +139,7 @@ class TritonDevice(TorchDevice):
         """See Device."""
         graphs = Graphs(model, self._cuda_graphs, self.stream.recorder, self.upload)
         return StreamRunner(
+            model,
             EagerForward(model),
             graphs,
             self.stream,

@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints, Upload
+from text_generation_shard.arrays import Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
 from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.device.forward import ForwardBatch
-from text_generation_shard.device.reference.runner import Forward, pass_scores
-from text_generation_shard.sampling.sampler import Choice, Sampler
+from text_generation_shard.device.reference.runner import Forward, TorchRunner, forward_batch
+from text_generation_shard.sampling.sampler import Choice, Sampler, Scores
 
 
 class Moment(Protocol):
@@ -83,12 +83,13 @@ class CudaStream:
         return CudaRecorder()
 
 
-class StreamRunner:
+class StreamRunner(TorchRunner):
     """See `Runner`. Owns the row state on the device: a step launched before the host knows the
     previous tokens reads them there."""
 
     def __init__(
         self,
+        model: base.Model,
         forward: Forward,
         graphs: Graphs,
         stream: Stream,
@@ -97,11 +98,11 @@ class StreamRunner:
         upload: Upload,
     ) -> None:
         """`begin` enqueues the choice of a step's tokens: `sampler.begin`."""
-        self.graphs, self.stream, self.begin, self.upload = graphs, stream, begin, upload
-        self._forward, self._make_rows = forward, make_rows
+        super().__init__(forward, upload, model.length_rule)
+        self.graphs, self.stream, self.begin = graphs, stream, begin
+        self._make_rows = make_rows
         self.records_steps, self.compiles_steps = graphs.are_used, True
         self._rows: DeviceRows | None = None
-        self._last: StreamStep | None = None
 
     def rows(self, host: base.Rows) -> DeviceRows:
         """The row state on the device."""
@@ -113,96 +114,63 @@ class StreamRunner:
         return self._rows
 
     @torch.inference_mode()
-    def launch(self, plan: base.StepPlan) -> "StreamStep":
+    def scores(self, rows: base.Rows, scheduled: base.ScheduledTokens, is_kept: bool) -> Scores:
         """See Runner."""
-        if self._last is not None and self._last.plan is not plan:
-            # Its tokens may be inputs of this step.
-            self._last.choose()
-        # Release the memory of a step that is launched again.
-        self._last = None
-        rows = self.rows(plan.rows)
-        scores = [self._scores(plan, scheduled, rows) for scheduled in plan.passes]
-        self._last = StreamStep(self, plan, torch.cat(scores) if len(scores) > 1 else scores[0])
-        if plan.knows_tokens:
-            self._last.choose()
-        return self._last
+        own = self.rows(rows)
+        if not self.graphs.suits(scheduled):
+            return super().scores(rows, scheduled, is_kept)
+        own.send(scheduled.rows)
+        scores = self.graphs.scores(scheduled)
+        return scores.clone() if is_kept else scores
 
-    def forget(self, step: "StreamStep") -> None:
-        """Drop the reference to a step."""
-        if self._last is step:
-            self._last = None
-
-    def _scores(
-        self, plan: base.StepPlan, scheduled: base.ScheduledTokens, rows: DeviceRows
-    ) -> Tensor:
-        rows.send(scheduled.rows)
-        waiting = plan.waiting(scheduled)
-        if self.graphs.suits(plan, scheduled):
-            scores = self.graphs.scores(scheduled, waiting)
-            return scores.clone() if plan.wants_scores or len(plan.passes) > 1 else scores
-        batch = plan.batch(scheduled, rows.tables_of)
-        if len(waiting):
-            batch = self._filled(batch, scheduled.rows, waiting, rows)
-        return pass_scores(self._forward, plan, scheduled, batch)
-
-    def _filled(
-        self, batch: ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
-    ) -> ForwardBatch:
-        """Fill in the tokens that the host does not know yet."""
-        places, waits = self.upload([np.array(batch.cu_seqlens_q)[waiting], own[waiting]])
-        last = rows.last_tokens.index_select(0, waits)
+    def _batch(self, rows: base.Rows, scheduled: base.ScheduledTokens) -> ForwardBatch:
+        """The inputs of a pass, with the tokens that the host does not know yet."""
+        own, waiting = self.rows(rows), scheduled.waiting
+        own.send(scheduled.rows)
+        batch = forward_batch(rows, scheduled, self._upload, self._length_rule, own.tables_of)
+        if not len(waiting):
+            return batch
+        offsets = np.array(batch.cu_seqlens_q)
+        places, waits = self._upload([offsets[waiting], scheduled.rows[waiting]])
+        last = own.last_tokens.index_select(0, waits)
         return replace(batch, input_ids=batch.input_ids.index_copy(0, places, last.long()))
 
+    @torch.inference_mode()
+    def choose(self, scores: Scores, given: base.ChoiceInputs) -> base.Launched:
+        """See Runner."""
+        assert self._rows is not None, "scores come from a pass"
+        found = self.begin(scores, *given)
+        (own,) = self._upload([given.history.rows])
+        self._rows.last_tokens.index_copy_(0, own, found[0].int())
+        found = self.stream.fetch(found)
+        return StreamStep(self.stream.mark(), scores, found)
 
-class StreamStep:
-    """See `Launched`. Its tokens are chosen at the latest before the next launch, or in
-    `result`."""
+    def mark(self) -> base.Launched:
+        """See Runner."""
+        return StreamStep(self.stream.mark())
 
-    def __init__(self, runner: StreamRunner, plan: base.StepPlan, scores: Tensor) -> None:
-        self.plan = plan
-        self._runner, self._scores = runner, scores
-        self._moment = runner.stream.mark()
-        # The chosen tokens, valid after the moment: [3, S], see `sampler.begin`.
-        self._found: Tensor | None = None
-        self._is_chosen = False
-        self._error: Exception | None = None
 
-    def choose(self) -> None:
-        """Enqueue the choice, once; `result` raises its error."""
-        if self._is_chosen:
-            return
-        self._is_chosen = True
-        try:
-            self._choose()
-        except Exception as error:
-            self._error = error
+class StreamStep(NamedTuple):
+    """See `Launched`."""
 
-    def _choose(self) -> None:
-        runner, plan = self._runner, self.plan
-        found = plan.choose_by(runner.begin, self._scores)
-        if found is not None:
-            (rows,) = runner.upload([plan.sampled_rows])
-            runner.rows(plan.rows).last_tokens.index_copy_(0, rows, found[0].int())
-            found = runner.stream.fetch(found)
-        self._found, self._moment = found, runner.stream.mark()
+    moment: Moment
+    scores: Scores | None = None
+    # The chosen tokens, valid after the moment: [3, S], see `sampler.begin`.
+    found: Tensor | None = None
 
     def wait(self) -> None:
         """See Launched."""
         # `result` raises the error again.
         with suppress(Exception):
-            self._moment.synchronize()
+            self.moment.synchronize()
 
     @torch.inference_mode()
     def result(self) -> base.StepScores:
         """See Launched."""
-        self.choose()
-        self._runner.forget(self)
-        if self._error is not None:
-            raise self._error
-        self._moment.synchronize()
-        done, found = time.perf_counter_ns(), self._found
-        if found is None:
+        self.moment.synchronize()
+        done = time.perf_counter_ns()
+        if self.found is None or self.scores is None:
             return base.StepScores(None, done)
-        token_ids, logprobs, _ = found.numpy()
+        token_ids, logprobs, _ = self.found.numpy()
         chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
-        return base.StepScores(Choice(*chosen, self._scores), done)
+        return base.StepScores(Choice(*chosen, self.scores), done)

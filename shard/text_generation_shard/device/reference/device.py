@@ -183,7 +183,7 @@ class TorchDevice:
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
-        return TorchRunner(EagerForward(model))
+        return TorchRunner(EagerForward(model), self.upload, model.length_rule)
 
     def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
         """See Device: a fixed size."""

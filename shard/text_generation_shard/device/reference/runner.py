@@ -1,14 +1,17 @@
-"""Steps in torch: all passes in order, then the choice of tokens."""
+"""Passes and choices in torch, computed during the call."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import NO_INTS, Ints, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import ForwardBatch
-from text_generation_shard.sampling.sampler import sample
+from text_generation_shard.sampling.sampler import Scores, sample
 
 
 class Forward(Protocol):
@@ -37,29 +40,97 @@ class EagerForward:
         return self._model.logits(hidden if wanted is None else hidden[wanted])
 
 
-def pass_scores(
-    forward: Forward, plan: base.StepPlan, scheduled: base.ScheduledTokens, batch: ForwardBatch
-) -> Tensor:
-    """Scores [S, vocab_size] of the sampled positions of a pass."""
-    if plan.wants_hidden:
-        return plan.scores(scheduled, batch, forward.hidden(batch))
-    return forward.scores(batch)
+def forward_batch(
+    rows: base.Rows,
+    scheduled: base.ScheduledTokens,
+    upload: Upload,
+    length_rule: str | None,
+    tables: Callable[[Ints, int], Tensor] | None = None,
+) -> ForwardBatch:
+    """The inputs of a pass, on the device. upload: see Device; length_rule: see Model; tables, for
+    devices that keep block tables: maps rows [R] and a number of tokens to block tables [R, width].
+    """
+    contexts = scheduled.ends.tolist()
+    own, positions = scheduled.tokens()
+    if scheduled.is_decode:
+        wanted, offsets = NO_INTS, tuple(range(len(contexts) + 1))
+    else:
+        ends = scheduled.counts.cumsum()
+        wanted = base.last_ones(ends, scheduled.num_sampled)
+        offsets = (0, *ends.tolist())
+    lens = _rope_lens(rows, length_rule, own, positions)
+    block, within = np.divmod(positions, rows.block_size)
+    input_ids, places, slots, context_lens, indices, rope_lens = upload(
+        [
+            rows.token_ids[own, positions].astype(np.int64),
+            positions,
+            rows.block_tables[own, block] * rows.block_size + within,
+            scheduled.ends,
+            wanted,
+            NO_INTS if lens is None else lens,
+        ]
+    )
+    longest = max(contexts)
+    if tables is None:
+        width = -(-longest // rows.block_size)
+        (block_tables,) = upload([rows.block_tables[scheduled.rows, :width]])
+    else:
+        block_tables = tables(scheduled.rows, longest)
+    return ForwardBatch(
+        input_ids=input_ids,
+        positions=places,
+        rope_lens=None if lens is None else rope_lens,
+        slots=slots,
+        block_tables=block_tables,
+        context_lens=context_lens,
+        cu_seqlens_q=offsets,
+        host_context_lens=tuple(contexts),
+        logits_indices=None if scheduled.is_decode else indices,
+        is_decode=scheduled.is_decode,
+        states=scheduled.states,
+    )
+
+
+def _rope_lens(rows: base.Rows, rule: str | None, own: Ints, positions: Ints) -> Ints | None:
+    """The length that the rotation of each token depends on; see RotaryEmbedding."""
+    if rule is None:
+        return None
+    if rule == "prompt":
+        prompt_lens = rows.prompt_lens[own]
+        return np.where(positions < prompt_lens, prompt_lens, positions + 1)
+    # Input tokens use the length of the whole input, also with chunked prefill; tokens of a
+    # recomputed row use its present length.
+    return np.maximum(np.maximum(rows.input_lens[own], rows.lens[own] + 1), positions + 1)
 
 
 class TorchRunner:
-    """Computes a step during `launch`."""
+    """See Runner."""
 
     records_steps = False
     compiles_steps = False
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, upload: Upload, length_rule: str | None) -> None:
+        self._forward, self._upload, self._length_rule = forward, upload, length_rule
 
     @torch.inference_mode()
-    def launch(self, plan: base.StepPlan) -> base.StepScores:
+    def hidden(self, rows: base.Rows, scheduled: base.ScheduledTokens) -> Tensor:
         """See Runner."""
-        scores = []
-        for scheduled in plan.passes:
-            scores.append(pass_scores(self._forward, plan, scheduled, plan.batch(scheduled)))
+        return self._forward.hidden(self._batch(rows, scheduled))
+
+    @torch.inference_mode()
+    def scores(self, rows: base.Rows, scheduled: base.ScheduledTokens, is_kept: bool) -> Scores:
+        """See Runner."""
+        return self._forward.scores(self._batch(rows, scheduled))
+
+    def _batch(self, rows: base.Rows, scheduled: base.ScheduledTokens) -> ForwardBatch:
+        return forward_batch(rows, scheduled, self._upload, self._length_rule)
+
+    @torch.inference_mode()
+    def choose(self, scores: Scores, given: base.ChoiceInputs) -> base.Launched:
+        """See Runner."""
         done = time.perf_counter_ns()
-        return base.StepScores(plan.choose_by(sample, torch.cat(scores)), done)
+        return base.StepScores(sample(scores, *given), done)
+
+    def mark(self) -> base.Launched:
+        """See Runner."""
+        return base.StepScores(None, time.perf_counter_ns())

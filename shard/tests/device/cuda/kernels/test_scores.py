@@ -1,27 +1,23 @@
 """Scores that are not finite: only their request fails, with a sentence."""
 
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from text_generation_shard.arrays import plain_upload
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.forward_batch import verified_tokens
 from text_generation_shard.engine.output import verify
-from text_generation_shard.engine.plan import Fixed, Plan
+from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.planner import verified_tokens
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice
-from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, compile_now, errors_of, load_engine, reference_device
@@ -143,11 +139,7 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
         table.take(NewRequest(number, [4], 1, 0, range(4), Sampling(), 50))
     table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
     rows, none = np.array([0, 1]), np.zeros(2, np.int64)
-    upload = plain_upload(torch.device("cpu"))
-    model: Any = None
-    watermark, stopping = Watermark(0.5, 2.0), threading.Event()
-    fixed = Fixed(model, table, upload, None, np.array([0]), watermark, True, stopping, None)
-    plan = Plan(fixed, [verified_tokens(rows, none, np.array([2, 0]))], [], [], None)
+    plan = Plan(table, [verified_tokens(rows, none, np.array([2, 0]))])
     logprobs = np.full(4, -1.0, np.float32)
     logprobs[bad] = np.nan
     choice = Choice(np.array([7, 9, 10, 11]), logprobs, np.zeros((4, 50), np.float32))

@@ -11,7 +11,7 @@ import torch
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.arrays import Floats
-from text_generation_shard.engine import pooled_outputs
+from text_generation_shard.engine import prompt_outputs
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
@@ -88,7 +88,7 @@ def test_equals_transformers_beside_generation(
             assert scores[request.id] == pytest.approx(scores_of(oracle, ids), abs=1e-4)
     driver.run()
     assert driver.tokens[200] == driver.tokens[100]
-    assert driver.engine.num_rows_taken == 0 and not driver.engine._table.pooled_outputs
+    assert driver.engine.num_rows_taken == 0 and not driver.engine._table.prompt_outputs
 
 
 def test_scores_are_the_models_own(tiny_model_path: Path) -> None:
@@ -136,16 +136,18 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         fetched.append(tuple(found.shape))
         return torch.zeros(found.shape)
 
-    monkeypatch.setattr(pooled_outputs, "_fetched", fetch)
+    monkeypatch.setattr(prompt_outputs, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
     wanted: Any = {"max_new_tokens": 1, "sampling": Sampling(), "score_token_ids": (5, 7)}
     for number, pooling in enumerate((pb.POOLING_MEAN, pb.POOLING_LAST)):
         blocks = range(40 * number, 40 * number + 33)
         table.take(NewRequest(number, range(520), 520, 0, blocks, pooling=pooling, **wanted))
     rows, counts = np.array([0, 1]), np.array([520, 520])
-    scheduled = pooled_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
+    scheduled = prompt_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
     hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")
     logits = torch.empty(2, 300, device="meta")
-    parts = list(pooled_outputs.pool_pass(table, _Norm(), scheduled, hidden, logits))  # type: ignore[arg-type]
-    assert [row for row, _ in parts] == [0, 1]
+    own: Any = _Norm()
+    outputs = table.prompt_outputs
+    parts = list(prompt_outputs.read_pass(table, outputs, own, scheduled, hidden, logits))
+    assert [part.row for part in parts] == [0, 1]
     assert fetched == [(64,), (2,), (64,), (2,)]
