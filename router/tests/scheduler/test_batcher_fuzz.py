@@ -112,7 +112,9 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
         if method in failing:
             failing.discard(method)
             if method == "clear":
-                shards.batches.pop(shards.calls[-1][1][0], None)  # else nothing ever would
+                # Else nothing ever would.
+                for batch_id in shards.calls[-1][1] or list(shards.batches):
+                    shards.batches.pop(batch_id, None)
             raise GenerationError(f"Server error: {method}")
 
     def losing(compute: Any) -> Any:

@@ -425,14 +425,12 @@ class Batcher:
         """
         if await self._shards.is_lost_with(error):
             return
-        batch, entries = self._batch, step.plan.admitted
+        entries = step.plan.admitted
         if not entries or isinstance(error, LostStepError):
             self._batch, entries = None, list(step.plan.entries.values())
         self.planner.is_closed = True
         self._fail(step.batch_id, entries, error)
-        await self._clear(step.batch_id)
-        if self._batch is None and batch is not None and batch.id != step.batch_id:
-            await self._clear(batch.id)
+        await self._clear(step.batch_id if self._batch is not None else None)
 
     def _fail(self, batch_id: int, entries: Iterable[Entry], error: GenerationError) -> None:
         logger.error("Batch %d failed: %s", batch_id, error)
@@ -441,11 +439,11 @@ class Batcher:
             self.planner.release(entry)
             self._end(entry, GenerationError(*error.args))
 
-    async def _clear(self, batch_id: int) -> None:
+    async def _clear(self, batch_id: int | None) -> None:
         try:
             await self._shards.clear_cache(batch_id)
         except GenerationError as clear_error:
-            logger.warning("Batch %d could not be cleared: %s", batch_id, clear_error)
+            logger.warning("Rows could not be freed: %s", clear_error)
 
     def _stop(
         self,
