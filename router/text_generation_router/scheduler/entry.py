@@ -3,7 +3,7 @@
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from text_generation_router.errors import RouterError
@@ -150,15 +150,15 @@ class Entry:
         self._failure = error
         self.deliver(())
 
-    def __aiter__(self) -> AsyncIterator[list[TokenOutput]]:
+    def __aiter__(self) -> "Entry":
         return self
 
     async def __anext__(self) -> list[TokenOutput]:
         """All outputs that are ready, at least one; raises the error the entry ended with."""
         if self.ending is not None:
             raise StopAsyncIteration
-        if not self._outputs:
-            await self.ready()
+        while not self._outputs:
+            await self._change()
         outputs, self._outputs = self._outputs, []
         if (generated := outputs[-1].generated) is not None:
             self.ending = self._ended(generated)
@@ -167,11 +167,15 @@ class Entry:
     async def ready(self) -> None:
         """Returns when there is an output; raises the error the entry ended with."""
         while not self._outputs:
-            if self._failure is not None:
-                self.error = self._failure
-                raise self.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._change()
+
+    def _change(self) -> asyncio.Future[None]:
+        """Done with the next output or error; raises the error the entry ended with."""
+        if self._failure is not None:
+            self.error = self._failure
+            raise self.error
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
     async def collect(self) -> GenerateResult:
         """Reads it to the end, whole; raises its failure."""

@@ -134,8 +134,7 @@ class EntryBlocks:
         """How many blocks an entry lacks for `num_more` more tokens, at most up to its end."""
         assert entry.block_table is not None
         num_tokens = min(entry.num_tokens + num_more, entry.max_context)
-        num_blocks = self.allocator.num_blocks_for(num_tokens)
-        return max(0, num_blocks - len(entry.block_table))
+        return max(0, -(-num_tokens // self._limits.block_size) - len(entry.block_table))
 
     def has_room(self, entries: Iterable[Entry], num_more: int) -> bool:
         """Whether there are blocks for `num_more` more tokens of each."""
