@@ -4,31 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from text_generation_process.sampling import Sampling
+from text_generation_process.sampling import SAMPLING, FinishReason, Pooling
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, Pooling
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import CachedBatch, GrammarResult, StepResult
 
+# By name; the wire's others are no endings.
 _FINISH_REASONS = {
-    pb.FINISH_REASON_NONE: None,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
-    pb.FINISH_REASON_ERROR: None,
-    pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+    number: FinishReason.__members__.get(name.removeprefix("FINISH_REASON_"))
+    for name, number in pb.FinishReason.items()
 }
-
-_POOLINGS = {
-    None: pb.POOLING_NONE,
-    Pooling.LAST: pb.POOLING_LAST,
-    Pooling.MEAN: pb.POOLING_MEAN,
-}
-
-
+_POOLINGS: dict[Pooling | None, pb.Pooling] = {None: pb.POOLING_NONE}
+_POOLINGS |= {own: pb.Pooling.Value(f"POOLING_{own.name}") for own in Pooling}
 # Fields with the same name in NextTokenChooserParameters.
-_SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "logit_bias")
+_SAMPLING = tuple(name for name in SAMPLING if name != "logit_bias")
 
 
 @dataclass(frozen=True, slots=True)

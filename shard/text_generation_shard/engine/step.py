@@ -1,17 +1,17 @@
 """The engine's inputs as values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from text_generation_process.sampling import Sampling
+from text_generation_process.sampling import SAMPLING, Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import Constraint
 
 # The sampling parameters that have the same form in a message.
-_SAMPLING = tuple(own.name for own in fields(Sampling) if own.name != "logit_bias")
+_SAMPLING = tuple(name for name in SAMPLING if name != "logit_bias")
 
 
 class Costs(NamedTuple):

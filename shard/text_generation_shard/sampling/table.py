@@ -67,23 +67,24 @@ class SamplingTable:
 
     def __init__(self, capacity: int) -> None:
         self.rows: Array = np.zeros(capacity, dtype=SAMPLING_ROW)
-        self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
+        # By row, if it has any: token ids and what is added to their scores.
+        self._biases: dict[int, tuple[Ints, Floats]] = {}
         self._watermarked: set[int] = set()
         # By row, if it has any: tokens that end its text beside the model's end tokens.
         self.stop_token_ids: dict[int, frozenset[int]] = {}
         # The last columns and their rows: most steps have the rows of the previous step.
         self._last: tuple[Ints, SamplingColumns] | None = None
-        self._last_biases: tuple[Ints, bytes, Biases] | None = None
 
     def set(self, row: int, params: Sampling, stop_token_ids: Sequence[int] = ()) -> None:
         """Set the parameters and stop tokens of a row."""
-        self._last = self._last_biases = None
+        self._last = None
         numbers = [_COLUMNS.get(name, float)(getattr(params, name)) for name in NUMBERS]
         seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
         self.rows[row] = (*numbers, seed, params.is_sampling, params.is_penalising)
         self._biases.pop(row, None)
         if params.logit_bias:
-            self._biases[row] = params.logit_bias
+            token_ids, values = zip(*params.logit_bias, strict=True)
+            self._biases[row] = np.array(token_ids), np.array(values, dtype=np.float32)
         self._watermarked.discard(row)
         if params.watermark:
             self._watermarked.add(row)
@@ -130,30 +131,19 @@ class SamplingTable:
         [S]."""
         if not self._biases and not self.stop_token_ids:
             return _NO_BIASES
-        early = is_early.tobytes() if self.stop_token_ids else b""
-        last = self._last_biases
-        if last is None or last[0] is not rows or last[1] != early:
-            last = self._last_biases = (rows, early, self._biases_of(rows, is_early))
-        return last[2]
-
-    def _biases_of(self, rows: Ints, is_early: Flags) -> Biases:
-        found = [
-            (place, token, value)
-            for place, row in enumerate(rows.tolist())
-            for token, value in self._biases.get(row, ())
-        ]
-        found += [
-            (place, token, -math.inf)
-            for place in np.flatnonzero(is_early).tolist()
-            for token in sorted(self.stop_token_ids.get(int(rows[place]), ()))
-        ]
+        own = rows.tolist()
+        found = [(place, self._biases[row]) for place, row in enumerate(own) if row in self._biases]
+        for place in np.flatnonzero(is_early).tolist():
+            if stops := sorted(self.stop_token_ids.get(own[place], ())):
+                found.append((place, (np.array(stops), np.full(len(stops), -np.inf, np.float32))))
         if not found:
             return _NO_BIASES
-        choices, token_ids, values = zip(*found, strict=True)
+        places, kept = zip(*found, strict=True)
+        token_ids, values = zip(*kept, strict=True)
         return Biases(
-            np.array(choices, dtype=np.int64),
-            np.array(token_ids, dtype=np.int64),
-            np.array(values, dtype=np.float32),
+            np.repeat(places, [len(ids) for ids in token_ids]),
+            np.concatenate(token_ids),
+            np.concatenate(values),
         )
 
 
