@@ -139,7 +139,7 @@ def test_a_new_sampling_parameter_touches_few_files_and_acts(tmp_path: Path) -> 
         insert(copy / name, after)
     # As `make proto`.
     proto = copy / "proto"
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", proto, f"--python_out={proto}"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{proto}", f"--python_out={proto}"]
     subprocess.run([*command, f"--grpc_python_out={proto}", copy / PROTO], check=True)
     environment = {
         **os.environ,

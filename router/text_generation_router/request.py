@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self
 
-from text_generation_process.sampling import DRAWING, SAMPLING, Sampling
+from text_generation_process.sampling import SAMPLING, Sampling
 from text_generation_process.sampling import FinishReason as FinishReason
 from text_generation_process.sampling import Pooling as Pooling
 
@@ -76,11 +76,6 @@ class GenerateParameters:
         own = {name: values.pop(name) for name in SAMPLING if name in values}
         given = {name: value for name, value in own.items() if value is not None}
         return cls(sampling=given, **values)
-
-    @property
-    def wants_sampling(self) -> bool:
-        """Whether any parameter asks for tokens to be drawn."""
-        return bool(self.sampling.get("do_sample")) or any(map(self.sampling.__contains__, DRAWING))
 
     @property
     def is_prompt_only(self) -> bool:

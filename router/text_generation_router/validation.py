@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from text_generation_process.sampling import NUMBERS, Sampling
+from text_generation_process.sampling import DRAWING, NUMBERS, Sampling
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
@@ -36,7 +36,10 @@ class Limits:
 def _complaints(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
     """What is wrong with the parameters, in the order in which TGI looks for it."""
     has_several = (asked.best_of or 1) > 1
-    if has_several and not asked.wants_sampling:
+    wants_sampling = asked.sampling.get("do_sample") or not asked.sampling.keys().isdisjoint(
+        DRAWING
+    )
+    if has_several and not wants_sampling:
         yield "you must use sampling when `best_of` is > 1"
     if asked.deterministic and not limits.is_deterministic:
         yield (

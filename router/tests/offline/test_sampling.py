@@ -1,5 +1,6 @@
 import pytest
 import text_generation_router
+from text_generation_process.sampling import DRAWING
 from text_generation_router.offline import SamplingParams
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
@@ -58,7 +59,7 @@ def test_everything_arrives():
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_p": 0.0}])
 def test_greedy(greedy):
     asked = SamplingParams(**greedy, top_k=5, min_p=0.1).to_parameters()
-    assert not asked.wants_sampling
+    assert not asked.sampling["do_sample"] and asked.sampling.keys().isdisjoint(DRAWING)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ _FINISH_REASONS = {
     for name, number in pb.FinishReason.items()
 }
 _POOLINGS: dict[Pooling | None, pb.Pooling] = {None: pb.POOLING_NONE}
-_POOLINGS |= {own: pb.Pooling.Value(f"POOLING_{own.name}") for own in Pooling}
+_POOLINGS |= {own: getattr(pb, f"POOLING_{own.name}") for own in Pooling}
 # Fields with the same name in NextTokenChooserParameters.
 _SAMPLING = tuple(name for name in SAMPLING if name != "logit_bias")
 
