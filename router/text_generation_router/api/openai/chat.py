@@ -2,9 +2,8 @@
 
 import secrets
 import string
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import orjson
 from fastapi import Response
@@ -12,13 +11,11 @@ from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import (
     TokenizedToken,
-    json_response,
     render_tokens,
-    timing_headers,
     token_answer,
 )
-from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS, end_as_openai
-from text_generation_router.api.fields import tier_of, warning
+from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
+from text_generation_router.api.fields import tier_of
 from text_generation_router.api.logprobs import (
     ScoredToken,
     chat_logprobs,
@@ -31,7 +28,6 @@ from text_generation_router.api.openai.answers import STREAM, ChatCompletion, Ch
 from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.openai.stream import Json, PromptEntries
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.sse import open_stream
 from text_generation_router.chat.conversation import Conversation, tool_call
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -68,7 +64,7 @@ class ChoiceWriter(stream.ChoiceWriter):
         self, index: int, body: ChatRequest, generation: ChatGeneration, tokenizer: Tokenizer
     ) -> None:
         super().__init__(index, body, generation.entry, tokenizer)
-        self._generation = generation
+        self.parts = self.generation = generation
 
     def whole(self, message: ChatMessage) -> Json:
         """The choice, with its message."""
@@ -106,7 +102,7 @@ class ChoiceWriter(stream.ChoiceWriter):
             for event, scored in scored_events(step, self.trail, body.logprobs):
                 if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
                     chunks.append(self.chunk(self._choice(_delta(event), scored)))
-        if self._generation.entry.ending is not None:
+        if self.generation.entry.ending is not None:
             chunks.append(self.chunk(self._choice({}) | self._end()))
         return chunks
 
@@ -125,12 +121,8 @@ class ChoiceWriter(stream.ChoiceWriter):
     def _end(self) -> Json:
         """Why the choice, which has ended, did."""
         assert self.made.ending is not None
-        generated = self.made.ending.generated
-        otherwise = "tool_calls" if self._generation.has_tool_calls else "stop"
-        end: Json = {"finish_reason": stream.finish_reason(generated, otherwise)}
-        if self.body.tells_stop_reason:
-            end["stop_reason"] = generated.stop_reason
-        return end
+        otherwise = "tool_calls" if self.generation.has_tool_calls else "stop"
+        return self.ended(self.made.ending.generated, otherwise)
 
 
 def _delta(event: ChatEvent) -> Json:
@@ -170,91 +162,53 @@ async def chat_completions(body: ChatRequest, services: ServicesDependency) -> R
     stream.check_num_sequences(body.num_sequences, "n", services)
     services.metrics.request_count.inc()
     conversation = body.to_conversation()
+    characters = sum(len(message["content"]) for message in conversation.messages)
+    started = _started(body, conversation, services)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = stream.envelope("chatcmpl", kind, services, body.request_id)
+    if body.service_tier is not None:
+        head["service_tier"] = tier_of(body.service_tier)
     if body.stream:
-        headers = {
-            "x-compute-type": services.compute_type,
-            "x-compute-characters": str(_characters(conversation)),
-            **warning(body),
-        }
-        chunks = _stream(body, conversation, services)
-        return await open_stream(chunks, headers, partial(end_as_openai, PATH))
-    return await _answer(body, conversation, services)
-
-
-async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
-    """The whole answer. Raises RouterError."""
+        return await stream.stream_response(PATH, head, body, started, _usage, characters, services)
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
-    async with services.chat.start(conversation, services.options) as generations:
-        entries.add(generations[0].entry.prompt_tokens)
-        messages = await gather_or_cancel(generation.collect() for generation in generations)
-    return await entries.answered(
-        lambda: _whole(body, conversation, generations, messages, services)
-    )
+    async with started as writers:
+        entries.add(writers[0].made.prompt_tokens)
+        messages = await gather_or_cancel(writer.generation.collect() for writer in writers)
+
+    def whole() -> Response:
+        told = [writer.whole(message) for writer, message in zip(writers, messages, strict=True)]
+        answer = head | {"choices": told, "usage": _usage(writers)}
+        first = writers[0].generation.entry
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = first.prompt_ids
+        if body.prompt_logprobs is not None and first.prefill is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(first.prefill, body.prompt_logprobs)
+        endings = [writer.made.ending for writer in writers if writer.made.ending is not None]
+        return stream.whole_response(answer, body, endings, characters, services)
+
+    return await entries.answered(whole)
 
 
-def _whole(
-    body: ChatRequest,
-    conversation: Conversation,
-    generations: Sequence[ChatGeneration],
-    messages: Sequence[ChatMessage],
-    services: Services,
-) -> Response:
-    """The answer of generations that have ended."""
-    endings = [one.entry.ending for one in generations if one.entry.ending is not None]
-    prompt_tokens = generations[0].entry.prompt_tokens
-    answer = _head("chat.completion", body, services) | {
-        "choices": [
-            ChoiceWriter(index, body, generation, services.tokenizer).whole(messages[index])
-            for index, generation in enumerate(generations)
-        ],
-        "usage": _totals(generations),
-    }
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = generations[0].entry.prompt_ids
-    if body.prompt_logprobs is not None and (prompt := generations[0].entry.prefill) is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(prompt, body.prompt_logprobs)
-    times = timing_headers(endings, prompt_tokens, _characters(conversation), services)
-    return json_response(answer, warning(body) | times)
-
-
-async def _stream(
+@asynccontextmanager
+async def _started(
     body: ChatRequest, conversation: Conversation, services: Services
-) -> AsyncGenerator[bytes, None]:
-    """The chunks, those ready together in one piece; all choices run at the same time."""
-    head = _head("chat.completion.chunk", body, services)
-    chunk_writer = stream.ChunkWriter(head, body)
+) -> AsyncIterator[list[ChoiceWriter]]:
+    """The choices, which run in the block. Raises RouterError."""
     async with services.chat.start(conversation, services.options) as generations:
-        writers = [
+        yield [
             ChoiceWriter(index, body, generation, services.tokenizer)
             for index, generation in enumerate(generations)
         ]
-        async with aclosing(stream.merged(generations)) as parts:
-            async for index, steps in parts:
-                if chunks := writers[index].chunks(steps):
-                    yield chunk_writer.chunks(chunks)
-    yield chunk_writer.end(lambda: _totals(generations))
 
 
-def _head(kind: str, body: ChatRequest, services: Services) -> Json:
-    """The first fields of an answer and of every chunk; the tier only if requested."""
-    head = stream.envelope("chatcmpl", kind, services, body.request_id)
-    return (
-        head if body.service_tier is None else head | {"service_tier": tier_of(body.service_tier)}
-    )
-
-
-def _totals(generations: Sequence[ChatGeneration]) -> Json:
+def _usage(writers: Sequence[ChoiceWriter]) -> Json:
     """The usage of all generations, which have ended; they have one prompt."""
     return stream.usage(
-        generations[0].entry.prompt_tokens,
-        generations[0].entry.cached_tokens,
-        stream.generated_tokens(generation.entry for generation in generations),
-        sum(generation.reasoning_tokens for generation in generations),
+        writers[0].made.prompt_tokens,
+        writers[0].made.cached_tokens,
+        stream.generated_tokens(writer.made.ending for writer in writers),
+        sum(writer.generation.reasoning_tokens for writer in writers),
     )
-
-
-def _characters(conversation: Conversation) -> int:
-    return sum(len(message["content"]) for message in conversation.messages)
 
 
 class ChatTokenizeResponse(BaseModel):

@@ -1,16 +1,14 @@
 """POST /v1/completions: continuations of prompts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 
 from fastapi import Response
 
-from text_generation_router.api.answers import json_response, timing_headers
-from text_generation_router.api.errors import OPENAI_ERRORS, RequestError, end_as_openai
-from text_generation_router.api.fields import warning
+from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
 from text_generation_router.api.logprobs import (
     ScoredToken,
     completion_logprobs,
@@ -26,7 +24,6 @@ from text_generation_router.api.openai.answers import (
 from text_generation_router.api.openai.schemas import CompletionRequest, prompts_of
 from text_generation_router.api.openai.stream import Json, PromptEntries
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.sse import open_stream
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.request import (
     FinishReason,
@@ -42,6 +39,7 @@ from text_generation_router.validation import GenerateParameters
 PATH = "/v1/completions"
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
+_UNENDED = {"finish_reason": None}
 
 router = post_router("OpenAI", OPENAI_ERRORS)
 
@@ -57,14 +55,18 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
     check_model(body.model, services)
     prompts = await _prompts(body, services)
     services.metrics.request_count.inc()
+    characters = sum(len(prompt.inputs) for prompt in prompts)
+    head = stream.envelope("cmpl", "text_completion", services, body.request_id)
     if body.stream:
-        headers = {
-            "x-compute-type": services.compute_type,
-            "x-compute-characters": str(sum(len(prompt.inputs) for prompt in prompts)),
-            **warning(body),
-        }
-        chunks = _stream(body, prompts, services)
-        return await open_stream(chunks, headers, partial(end_as_openai, PATH))
+        return await stream.stream_response(
+            PATH,
+            head,
+            body,
+            _started(body, prompts, services),
+            lambda writers: _usage(body, [writer.made for writer in writers]),
+            characters,
+            services,
+        )
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0], body.num_sequences, field)
     work = (
@@ -72,7 +74,33 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
         for prompt in prompts
     )
     results = await gather_or_cancel(work)
-    return await entries.answered(lambda: _answer(body, prompts, results, services))
+
+    def whole() -> Response:
+        choices: list[Json] = []
+        for prompt, candidates in zip(prompts, results, strict=True):
+            chosen = candidates
+            if body.num_candidates > body.num_sequences:
+                likeliest = sorted(candidates, key=lambda one: one.mean_logprob, reverse=True)
+                chosen = likeliest[: body.num_sequences]
+            for result in chosen:
+                writer = _ChoiceWriter(len(choices), body, prompt, result, services.tokenizer)
+                choices.append(writer.whole(result))
+        made = list(chain(*results))
+        answer = head | {"choices": choices, "usage": _usage(body, made)}
+        endings = [result.ending for result in made]
+        return stream.whole_response(answer, body, endings, characters, services)
+
+    return await entries.answered(whole)
+
+
+def _usage(body: CompletionRequest, made: Sequence[Entry | GenerateResult]) -> Json:
+    """The usage of all generations, which have ended; each prompt is counted once."""
+    firsts = made[:: body.num_candidates]
+    return stream.usage(
+        sum(first.prompt_tokens for first in firsts),
+        sum(first.cached_tokens for first in firsts),
+        0 if body.max_tokens == 0 else stream.generated_tokens(one.ending for one in made),
+    )
 
 
 async def _prompts(body: CompletionRequest, services: Services) -> list[GenerateParameters]:
@@ -122,37 +150,6 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Ids that the model does not have are refused later."""
     known = (i for i in ids if i < tokenizer.vocab_size)
     return b"".join(map(tokenizer.token_bytes, known)).decode(errors="replace")
-
-
-def _answer(
-    body: CompletionRequest,
-    prompts: Sequence[GenerateParameters],
-    results: Sequence[Sequence[GenerateResult]],
-    services: Services,
-) -> Response:
-    choices: list[Json] = []
-    for prompt, candidates in zip(prompts, results, strict=True):
-        chosen = candidates
-        if body.num_candidates > body.num_sequences:
-            likeliest = sorted(candidates, key=lambda one: one.mean_logprob, reverse=True)
-            chosen = likeliest[: body.num_sequences]
-        for result in chosen:
-            writer = _ChoiceWriter(len(choices), body, prompt, result, services.tokenizer)
-            choices.append(writer.whole(result))
-    everything = [result for candidates in results for result in candidates]
-    prompt_tokens = sum(candidates[0].prompt_tokens for candidates in results)
-    cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
-    characters = sum(len(prompt.inputs) for prompt in prompts)
-    completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
-    answer = stream.envelope("cmpl", "text_completion", services, body.request_id) | {
-        "choices": choices,
-        "usage": stream.usage(
-            prompt_tokens, cached_tokens, 0 if body.max_tokens == 0 else completion_tokens
-        ),
-    }
-    endings = [one.ending for one in everything]
-    times = timing_headers(endings, prompt_tokens, characters, services)
-    return json_response(answer, warning(body) | times)
 
 
 def _prompt_tokens(
@@ -234,10 +231,8 @@ class _ChoiceWriter(stream.ChoiceWriter):
             "text": echoed + text,
             "index": self.index,
             "logprobs": logprobs,
-            "finish_reason": None if generated is None else stream.finish_reason(generated),
+            **(_UNENDED if generated is None else self.ended(generated)),
         }
-        if generated is not None and self.body.tells_stop_reason:
-            choice["stop_reason"] = generated.stop_reason
         if self._prompt_ids is not None:
             choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
         return choice
@@ -261,35 +256,15 @@ class _ChoiceWriter(stream.ChoiceWriter):
         return self.trail.take(text)
 
 
-async def _stream(
+@asynccontextmanager
+async def _started(
     body: CompletionRequest, prompts: Sequence[GenerateParameters], services: Services
-) -> AsyncGenerator[bytes, None]:
-    """The chunks, those ready together in one piece; all choices run at the same time."""
-    head = stream.envelope("cmpl", "text_completion", services, body.request_id)
-    chunk_writer = stream.ChunkWriter(head, body)
+) -> AsyncIterator[list[_ChoiceWriter]]:
+    """The choices, which run in the block. Raises RouterError."""
     async with AsyncExitStack() as stack:
-        generations: list[Entry] = []
         writers: list[_ChoiceWriter] = []
-        # Of each prompt the first, which computes it.
-        firsts: list[Entry] = []
         for prompt in prompts:
-            started = await stack.enter_async_context(
-                services.infer.start_many(prompt, body.num_sequences, services.options)
-            )
-            firsts.append(started[0])
-            for generation in started:
-                writers.append(
-                    _ChoiceWriter(len(writers), body, prompt, generation, services.tokenizer)
-                )
-                generations.append(generation)
-        async with aclosing(stream.merged(generations)) as parts:
-            async for index, outputs in parts:
-                if chunks := writers[index].chunks(outputs):
-                    yield chunk_writer.chunks(chunks)
-    yield chunk_writer.end(
-        lambda: stream.usage(
-            sum(generation.prompt_tokens for generation in firsts),
-            sum(generation.cached_tokens for generation in firsts),
-            0 if body.max_tokens == 0 else stream.generated_tokens(generations),
-        )
-    )
+            started = services.infer.start_many(prompt, body.num_sequences, services.options)
+            for entry in await stack.enter_async_context(started):
+                writers.append(_ChoiceWriter(len(writers), body, prompt, entry, services.tokenizer))
+        yield writers

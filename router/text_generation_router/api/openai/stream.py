@@ -3,17 +3,24 @@
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
+from fastapi import Response
 
-from text_generation_router.api.errors import RequestError
+from text_generation_router.api.answers import json_response, timing_headers
+from text_generation_router.api.errors import RequestError, end_as_openai
+from text_generation_router.api.fields import warning
 from text_generation_router.api.logprobs import TokenTrail
 from text_generation_router.api.openai.sampling import SamplingBody, VllmBody
-from text_generation_router.api.sse import DONE, event
+from text_generation_router.api.sse import DONE, event, open_stream
 from text_generation_router.config import VERSION
 from text_generation_router.request import (
+    Ending,
     FinishReason,
     GeneratedText,
     GenerateResult,
@@ -79,7 +86,7 @@ def usage(
     }
 
 
-class ChoiceWriter:
+class ChoiceWriter(ABC):
     """Writes one choice. Owns the ids of its tokens since the last chunk, and their number."""
 
     def __init__(
@@ -92,6 +99,8 @@ class ChoiceWriter:
         self.index = index
         self.body = body
         self.made = made
+        self.parts: Any = made
+        """What becomes ready of the choice, in turn."""
         self.tokenizer = tokenizer
         self.trail = TokenTrail(body.shows_special_tokens)
         self.as_ids = bool(body.return_tokens_as_token_ids)
@@ -99,6 +108,10 @@ class ChoiceWriter:
         self._tells_ids, self._tells_usage = bool(body.return_token_ids), body.tells_usage
         self._num_tokens = 0
         self._new_ids: list[int] = []
+
+    @abstractmethod
+    def chunks(self, part: Any) -> list[Json]:
+        """What is new with one of `parts`; nothing where all of it is held back."""
 
     def count(self, outputs: Sequence[TokenOutput]) -> None:
         """More tokens, of which the next chunk tells."""
@@ -112,6 +125,14 @@ class ChoiceWriter:
             choice["token_ids"], self._new_ids = self._new_ids, []
         return self.told({"choices": [choice]})
 
+    def ended(self, generated: GeneratedText, otherwise: str = "stop") -> Json:
+        """Why the choice ended, in OpenAI's words; `otherwise` than by its length."""
+        is_full = generated.finish_reason is FinishReason.LENGTH
+        end: Json = {"finish_reason": "length" if is_full else otherwise}
+        if self.body.tells_stop_reason:
+            end["stop_reason"] = generated.stop_reason
+        return end
+
     def told(self, chunk: Json) -> Json:
         """The chunk, with the usage of this choice so far if each chunk has it."""
         if self._tells_usage:
@@ -120,9 +141,47 @@ class ChoiceWriter:
         return chunk
 
 
-def finish_reason(generated: GeneratedText, otherwise: str = "stop") -> str:
-    """Why a choice ended, in OpenAI's words; `otherwise` than by its length."""
-    return "length" if generated.finish_reason is FinishReason.LENGTH else otherwise
+async def stream_response(
+    path: str,
+    head: Json,
+    body: VllmBody,
+    started: AbstractAsyncContextManager[Sequence[ChoiceWriter]],
+    total: Callable[[Sequence[Any]], Json],
+    characters: int,
+    services: Services,
+) -> Response:
+    """The chunks of all choices, which run at the same time, each behind the fields of `head`. In
+    the block of `started` they run; `total` is the usage once they have ended."""
+
+    async def stream() -> AsyncGenerator[bytes]:
+        """Chunks that are ready together are one piece."""
+        chunk_writer = ChunkWriter(head, body)
+        async with started as writers, aclosing(merged([one.parts for one in writers])) as parts:
+            async for index, part in parts:
+                if chunks := writers[index].chunks(part):
+                    yield chunk_writer.chunks(chunks)
+        yield chunk_writer.end(lambda: total(writers))
+
+    headers = {
+        "x-compute-type": services.compute_type,
+        "x-compute-characters": str(characters),
+        **warning(body),
+    }
+    return await open_stream(stream(), headers, partial(end_as_openai, path))
+
+
+def whole_response(
+    answer: Json, body: VllmBody, endings: Sequence[Ending], characters: int, services: Services
+) -> Response:
+    """The answer of generations that have ended so."""
+    prompt_tokens = answer["usage"]["prompt_tokens"]
+    times = timing_headers(endings, prompt_tokens, characters, services)
+    return json_response(answer, warning(body) | times)
+
+
+def generated_tokens(endings: Iterable[Ending | None]) -> int:
+    """Tokens of all generations, which have ended."""
+    return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
 
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
@@ -140,12 +199,6 @@ def check_num_sequences(num: int, field: str, services: Services) -> None:
         )
 
 
-def generated_tokens(generations: Iterable[Entry]) -> int:
-    """Tokens of all generations, which have ended."""
-    endings = [generation.ending for generation in generations]
-    return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
-
-
 async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
     """The items of all streams in order of arrival, each with the index of its stream. Raises the
     first failure."""
@@ -153,7 +206,7 @@ async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple
         async for item in streams[0]:
             yield 0, item
         return
-    waiting = {_next(stream): index for index, stream in enumerate(streams)}
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -164,18 +217,11 @@ async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple
                 except StopAsyncIteration:
                     continue
                 yield index, item
-                waiting[_next(streams[index])] = index
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _next(stream: AsyncIterator[Item]) -> "asyncio.Task[Item]":
-    async def step() -> Item:
-        return await anext(stream)
-
-    return asyncio.create_task(step())
 
 
 # Bounds the memory and the time of one answer.
