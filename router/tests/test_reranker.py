@@ -11,7 +11,7 @@ from router.tests.serving import write_tokenizer
 
 
 def test_the_prompt_is_the_models() -> None:
-    assert Reranker(1, 2).prompt("Q", "D", None) == (
+    assert Reranker((1, 2)).prompt("Q", "D", None) == (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
         'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
         "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that "
@@ -39,7 +39,7 @@ def test_rerankers_are_known_by_their_names(name: str, is_one: bool, tmp_path: P
     tokenizer = Tokenizer.load(tmp_path)
     found = find_reranker(tmp_path, name, tokenizer, False)
     assert isinstance(found, Reranker) == is_one
-    assert find_reranker(tmp_path, name, tokenizer, True) == Reranker(258, 259)
+    assert find_reranker(tmp_path, name, tokenizer, True) == Reranker((258, 259))
     tokenizer.close()
 
 

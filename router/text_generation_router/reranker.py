@@ -34,13 +34,8 @@ class NotARerankerError(BadRequestError):
 class Reranker:
     """The ids of a reranker's two answers, and its prompts."""
 
-    yes_id: int
-    no_id: int
-
-    @property
-    def answer_ids(self) -> tuple[int, int]:
-        """The tokens whose log-probabilities `score` takes."""
-        return self.yes_id, self.no_id
+    answer_ids: tuple[int, ...]
+    """The tokens yes and no, whose log-probabilities `score` takes."""
 
     def prompt(self, query: str, document: str, instruction: str | None) -> str:
         """The prompt whose next token is the answer."""
@@ -96,16 +91,15 @@ def find_reranker(
             "was trained to answer yes or no in that form"
         )
     ids = [tokenizer.id_of(word) for word in ("yes", "no")]
-    if None in ids:
-        sentence = (
-            f"the tokenizer of {model_id} has no tokens `yes` and `no`, by which a reranker "
-            "answers; serve a model of Qwen3-Reranker's form"
-        )
-        if is_asked_for:
-            raise ValueError(f"--reranker is not possible: {sentence}")
-        return sentence
-    yes_id, no_id = (token_id for token_id in ids if token_id is not None)
-    return Reranker(yes_id, no_id)
+    if None not in ids:
+        return Reranker(tuple(token_id for token_id in ids if token_id is not None))
+    sentence = (
+        f"the tokenizer of {model_id} has no tokens `yes` and `no`, by which a reranker "
+        "answers; serve a model of Qwen3-Reranker's form"
+    )
+    if is_asked_for:
+        raise ValueError(f"--reranker is not possible: {sentence}")
+    return sentence
 
 
 def _question(query: str, document: str, instruction: str | None) -> str:

@@ -146,20 +146,17 @@ def _outcome(
 def inflated(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     """The decompressed body; no more than `limit` is decompressed. Raises BodyError."""
     stream = zlib.decompressobj(zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS)
-    wrong = None
+    wrong = f"its {encoding} stream is cut off"
     try:
         made = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        wrong = f"it is not {encoding}: {error}"
-    else:
         if len(made) > limit:
             raise _too_large(limit)
-        if not stream.eof:
-            wrong = f"its {encoding} stream is cut off"
-        elif stream.unused_data:
-            wrong = f"something follows its {encoding} stream"
-        else:
+        if stream.eof and not stream.unused_data:
             return made
+        if stream.eof:
+            wrong = f"something follows its {encoding} stream"
+    except zlib.error as error:
+        wrong = f"it is not {encoding}: {error}"
     raise BodyError(400, f"Failed to inflate the request body: {wrong}")
 
 

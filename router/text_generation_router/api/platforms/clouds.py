@@ -72,29 +72,20 @@ def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:
     """The same predictions and health on the paths that the configuration names."""
     predict = post_router("Vertex", TGI_ERRORS)
     live = APIRouter()
-    if config.aip_predict_route is not None:
-        predict.add_api_route(
-            config.aip_predict_route,
-            vertex_compatibility,
-            methods=["POST"],
-            include_in_schema=False,
-        )
-    if config.aip_health_route is not None:
-        get(live, config.aip_health_route, include_in_schema=False)(health)
+    if (path := config.aip_predict_route) is not None:
+        predict.post(path, include_in_schema=False)(vertex_compatibility)
+    if (path := config.aip_health_route) is not None:
+        get(live, path, include_in_schema=False)(health)
     return (predict, live)
 
 
 async def _prediction(instance: Instance, services: Services) -> Any:
-    if isinstance(instance, ChatRequest):
-        return await _chat_prediction(instance, services)
-    asked = instance.to_parameters()
-    best, others = await services.infer.generate_best_of(asked, services.options)
-    answer = generate_answer(best, others, asked)
-    return answer if "details" in answer else answer["generated_text"]
-
-
-async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
-    """The text as the model wrote it, with its tool calls in their markers."""
+    """Of a chat the text as the model wrote it, with its tool calls in their markers."""
+    if not isinstance(instance, ChatRequest):
+        asked = instance.to_parameters()
+        best, others = await services.infer.generate_best_of(asked, services.options)
+        answer = generate_answer(best, others, asked)
+        return answer if "details" in answer else answer["generated_text"]
     details = instance.logprobs, instance.return_token_ids, instance.prompt_logprobs is not None
     if instance.stream or any(details) or instance.num_sequences != 1:
         raise ValidationError(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any, cast
 
+import orjson
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import Headers
@@ -25,6 +26,8 @@ from text_generation_router.api.errors import (
 from text_generation_router.api.fields import warning
 from text_generation_router.api.models import check_model
 from text_generation_router.api.platforms.kserve_tensors import (
+    BINARY,
+    HEADER_LENGTH,
     INPUT,
     OUTPUT,
     PROTOCOLS,
@@ -32,7 +35,6 @@ from text_generation_router.api.platforms.kserve_tensors import (
     InputTensor,
     TensorRoute,
     is_json,
-    packed,
     written,
 )
 from text_generation_router.api.routes import ServicesDependency, get, post_router
@@ -197,7 +199,17 @@ async def _infer(
 ) -> Response:
     """The protocol's answer. Raises RouterError."""
     check_model(model_name, services)
-    names = _output_names(body)
+    num = len(body.inputs)
+    if not num:
+        raise RequestError("`inputs` must have at least one tensor")
+    names = [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
+    if body.outputs:
+        names = [output.name for output in body.outputs]
+    if len(names) != num:
+        raise RequestError(
+            "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
+            f"{len(names)} outputs and {num} inputs"
+        )
     prompts = [_checked_texts(tensor) for tensor in body.inputs]
     texts = iter(await _generate_all(body, [*chain(*prompts)], services))
     answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
@@ -215,23 +227,11 @@ async def _infer(
         else:
             output["data"] = part
         outputs.append(output)
-    content, headers = packed(answer, binary)
-    return Response(content, headers=headers | warning(body))
-
-
-def _output_names(body: InferenceRequest) -> Sequence[str]:
-    """What the outputs are called. Raises RequestError."""
-    num = len(body.inputs)
-    if not num:
-        raise RequestError("`inputs` must have at least one tensor")
-    if not body.outputs:
-        return [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
-    if len(body.outputs) != num:
-        raise RequestError(
-            "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
-            f"{len(body.outputs)} outputs and {num} inputs"
-        )
-    return [output.name for output in body.outputs]
+    text = orjson.dumps(answer)
+    headers = {"content-type": "application/json"}
+    if binary:
+        headers = {"content-type": BINARY, HEADER_LENGTH: str(len(text))}
+    return Response(b"".join((text, *binary)), headers=headers | warning(body))
 
 
 def _checked_texts(tensor: InputTensor) -> list[str]:

@@ -7,12 +7,11 @@ a BYTES tensor is its length, four bytes with the lowest first, and its bytes.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
-import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from starlette.datastructures import Headers
 
@@ -23,7 +22,7 @@ from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64
 
 HEADER_LENGTH = "inference-header-content-length"
-_BINARY = "application/octet-stream"
+BINARY = "application/octet-stream"
 _LENGTH = struct.Struct("<I")
 
 
@@ -119,7 +118,7 @@ class InferenceRequest(Body):
 def is_json(headers: Headers) -> bool:
     """Whether all of a body is JSON, and says so. Triton's client says what it sends in
     `Inference-Header-Content-Length` alone."""
-    return HEADER_LENGTH not in headers and media_type(headers) not in ("", _BINARY)
+    return HEADER_LENGTH not in headers and media_type(headers) not in ("", BINARY)
 
 
 class TensorRoute(JsonRoute):
@@ -147,15 +146,6 @@ def written(texts: Iterable[str]) -> bytes:
     return b"".join(_LENGTH.pack(len(element)) + element for element in elements)
 
 
-def packed(answer: dict[str, Any], binary: Sequence[bytes]) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer and its headers; `binary` are the tensors that are not in the JSON."""
-    text = orjson.dumps(answer)
-    if not binary:
-        return text, {"content-type": "application/json"}
-    headers = {"content-type": _BINARY, HEADER_LENGTH: str(len(text))}
-    return b"".join((text, *binary)), headers
-
-
 def _parsed_with_tensors(body: bytes | bytearray, json_length: int) -> Any:
     """The JSON of a body, its binary tensors as `data`. Raises BodyError."""
     value = parsed(body[:json_length])
@@ -178,6 +168,10 @@ def _parsed_with_tensors(body: bytes | bytearray, json_length: int) -> Any:
         tensor["data"] = _elements(tensor, memoryview(body)[start : start + size])
         start += size
     return value
+
+
+def _named(tensor: dict[str, Any]) -> str:
+    return f"The tensor {short(str(tensor.get('name')))!r}"
 
 
 def _binary_size(tensor: Any) -> int | None:
@@ -214,7 +208,3 @@ def _elements(tensor: dict[str, Any], data: memoryview) -> list[str] | list[int]
             ) from None
         start = end
     return texts
-
-
-def _named(tensor: dict[str, Any]) -> str:
-    return f"The tensor {short(str(tensor.get('name')))!r}"

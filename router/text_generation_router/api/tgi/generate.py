@@ -25,7 +25,7 @@ from text_generation_router.api.tgi.schemas import (
     StreamResponse,
 )
 from text_generation_router.errors import DeadlineError, RouterError
-from text_generation_router.request import GenerateResult, Token, TokenOutput
+from text_generation_router.request import GeneratedText, GenerateResult, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -161,33 +161,23 @@ class TokenEvents:
     def _event(self, output: TokenOutput) -> str:
         self._index += 1
         token, _, top_tokens, generated = output
-        if top_tokens or generated is not None:
-            return event(self._payload(output)).decode()
-        return _TOKEN_EVENT % (
-            self._index,
-            token.id,
-            orjson.dumps(token.text).decode(),
-            float32_json(token.logprob),
-            "true" if token.special else "false",
-        )
-
-    def _payload(self, output: TokenOutput) -> Json:
-        payload: Json = {"index": self._index, "token": _token(output.token)}
-        if output.top_tokens:
-            payload["top_tokens"] = [_token(token) for token in output.top_tokens]
-        generated = output.generated
-        payload["generated_text"] = None
-        payload["details"] = None
+        if not top_tokens and generated is None:
+            return _TOKEN_EVENT % (
+                self._index,
+                token.id,
+                orjson.dumps(token.text).decode(),
+                float32_json(token.logprob),
+                "true" if token.special else "false",
+            )
+        payload: Json = {"index": self._index, "token": _token(token)}
+        if top_tokens:
+            payload["top_tokens"] = [_token(one) for one in top_tokens]
+        payload |= {"generated_text": None, "details": None}
         if generated is not None:
             payload["generated_text"] = _full_text(generated.text, self._asked)
             if self._asked.details:
-                payload["details"] = {
-                    "finish_reason": generated.finish_reason.value,
-                    "generated_tokens": generated.generated_tokens,
-                    "seed": generated.seed,
-                    "input_length": self._prompt_tokens,
-                }
-        return payload
+                payload["details"] = _ending(generated) | {"input_length": self._prompt_tokens}
+        return event(payload).decode()
 
 
 def _details(best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters) -> Json:
@@ -202,16 +192,20 @@ def _details(best: GenerateResult, others: list[GenerateResult], asked: Generate
 
 
 def _sequence(result: GenerateResult) -> Json:
-    generated = result.ending.generated
-    return {
-        "finish_reason": generated.finish_reason.value,
-        "generated_tokens": generated.generated_tokens,
-        "seed": generated.seed,
+    return _ending(result.ending.generated) | {
         "prefill": [
             {"id": token.id, "text": token.text, "logprob": float32(token.logprob)}
             for token in result.prefill.tokens
         ],
         "tokens": [_token(token) for token in result.tokens],
+    }
+
+
+def _ending(generated: GeneratedText) -> Json:
+    return {
+        "finish_reason": generated.finish_reason.value,
+        "generated_tokens": generated.generated_tokens,
+        "seed": generated.seed,
     }
 
 
