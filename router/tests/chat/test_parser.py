@@ -174,6 +174,20 @@ def test_null_is_no_text_where_the_schema_names_it(name: str) -> None:
             assert shown == calls(pairs=[("f", arguments)])
 
 
+@pytest.mark.parametrize("name", ["glm", "qwen-xml"])
+def test_a_bare_value_is_what_its_schema_names(name: str) -> None:
+    schemas = [{"enum": [1, "auto"]}, {"type": ["string", "boolean"]}, {"type": "string"}]
+    tools = [ToolSpec("f", parameters={"properties": dict(zip("abc", schemas, strict=True))})]
+    values = ([1, True, "1"], ["auto", "1", "true"], ["1x", False, "007"], ["", "no", "null"])
+    for row in values:
+        arguments = json.dumps(dict(zip("abc", row, strict=True)))
+        text = FORMATS[name].write_calls([("f", arguments)])
+        for pieces in ([text], list(text)):
+            parser = ChatParser(FORMATS[name], parses_tools=True, tools=tools)
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            assert joined(events + parser.finish()) == calls(pairs=[("f", arguments)])
+
+
 def test_messages_of_channels_are_told_apart() -> None:
     call = "commentary to=functions.f <|constrain|>json<|message|>"
     text = (
@@ -190,6 +204,9 @@ def test_messages_of_channels_are_told_apart() -> None:
     assert read(FORMATS["harmony"], list(final)) == [ContentDelta("d < e")]
     # The answer to a prompt that ends in an answer has no header.
     assert read(FORMATS["harmony"], list("and < so")) == [ContentDelta("and < so")]
+    # Arguments that are no object end at the marker.
+    odd = f"<|channel|>{call}5<|call|><|start|>assistant<|channel|>final<|message|>x"
+    assert read(FORMATS["harmony"], list(odd)) == [*calls(pairs=[("f", "5")]), ContentDelta("x")]
     assert read(FORMATS["harmony"], [f"<|channel|>{call}{{"]) == calls(pairs=[("f", "{")])
 
 

@@ -13,6 +13,16 @@ ARGUMENT_NAME = re.compile(r"[\w.$@/-]{1,256}")
 """The same of an argument."""
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 """A part of a marker that may be one token of the tokenizer."""
+# Models that have learnt from Python write it so.
+_OF_PYTHON = {"None": "null", "True": "true", "False": "false"}
+# The JSON types of values that hold no others.
+_KINDS: Mapping[type, Sequence[str]] = {
+    type(None): ["null"],
+    bool: ["boolean"],
+    int: ["integer", "number"],
+    float: ["number"],
+    str: ["string"],
+}
 _REASONING_MARKERS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -32,9 +42,17 @@ class ToolSpec:
     # Whether a schema that can not be enforced in full is an error.
     strict: bool = False
 
-    def may_be(self, argument: str, kind: str) -> bool:
-        """Whether an argument's schema names a JSON type."""
-        return may_be((self.parameters or {}).get("properties", {}).get(argument), kind)
+    def may_be(self, argument: str, *kinds: str) -> bool:
+        """Whether an argument's schema names one of the JSON types."""
+        schema = (self.parameters or {}).get("properties", {}).get(argument)
+        return any(may_be(schema, kind) for kind in kinds)
+
+    def bare_json(self, argument: str, text: str) -> str:
+        """The JSON of a null, boolean or number without quotes: a text unless the schema names its
+        type."""
+        plain = _OF_PYTHON.get(text, text)
+        kinds = _KINDS[type(json.loads(plain))]
+        return plain if self.may_be(argument, *kinds) else json.dumps(text)
 
     def as_openai(self) -> dict[str, Any]:
         """As OpenAI's API and chat templates spell it."""
@@ -51,7 +69,7 @@ def may_be(schema: Any, kind: str) -> bool:
         return False
     if "type" in schema:
         return schema["type"] == kind or kind in listed(schema, "type")
-    if kind == "string" and any(isinstance(choice, str) for choice in listed(schema, "enum")):
+    if any(kind in _KINDS.get(type(choice), ()) for choice in listed(schema, "enum")):
         return True
     options = [*listed(schema, "anyOf"), *listed(schema, "oneOf")]
     return any(may_be(option, kind) for option in options)

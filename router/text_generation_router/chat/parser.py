@@ -23,6 +23,7 @@ _ANY_SPACE = rf"[{_SPACE}]*"
 # Held back before a marker: models write a few line ends, and what is held is searched again.
 _SPACE_BEFORE = rf"[{_SPACE}]{{0,64}}"
 _NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){1,256}"'
+_SCALAR = r"null|None|true|True|false|False|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 # Before a message of a channel; groups 1 and 3 are the function that it calls, 2 is the channel.
 _TO = r"(?:\s*to=(?:functions\.)?([^\s<]+))?"
@@ -202,32 +203,50 @@ class ChatParser:
         yield from self._skip_space()
         return None
 
-    def _read_json(self, index: int, stops: str = "") -> _Reading[bool]:
-        """A value in JSON; whether it ends."""
-        value = _EndOfValue(stops)
-        while not value.is_found:
-            length = value.find(self._text)
+    def _read_json(self, index: int, stops: str = "<") -> _Reading[bool]:
+        """A value in JSON, up to its last bracket or what precedes one of the characters `stops`;
+        whether it ends."""
+        depth, in_string, is_escaped, has_ended = 0, False, False, False
+        while True:
+            length = 0
+            for length, character in enumerate(self._text, start=1):
+                if is_escaped:
+                    is_escaped = False
+                elif in_string:
+                    is_escaped = character == "\\"
+                    in_string = character != '"'
+                elif character == '"':
+                    in_string = True
+                elif character in stops and not depth:
+                    has_ended = True
+                    length -= 1
+                elif character in "{[":
+                    depth += 1
+                elif character in "}]":
+                    depth -= 1
+                    has_ended = not depth
+                if has_ended:
+                    break
             self._events.append(ToolCallArguments(index, self._text[:length]))
             self._text = self._text[length:]
-            if not value.is_found:
-                if self._has_ended:
-                    return False
-                yield
-        return True
+            if has_ended or self._has_ended:
+                return has_ended
+            yield
 
     def _read_parameters(self, form: Parameters, function: str, index: int) -> _Reading[bool]:
         """Arguments that are written one by one, shown as a JSON object; whether they end."""
-        before, text_end, nothing = _parameter_patterns(form)
+        before, text_end, scalar = _parameter_patterns(form)
         tool = self._tools.get(function, ToolSpec(function))
         stops = form.after_value[:1] or form.separator[0] + form.close
         shown = "{"
         while (found := (yield from self._match(before))) is not None:
             is_bare = bool(form.after_value) and tool.may_be(found[1], "string")
-            is_text = found[2] or is_bare
             shown += f"{json.dumps(found[1], ensure_ascii=False)}: "
-            if is_bare and tool.may_be(found[1], "null") and (yield from self._match(nothing)):
-                shown += "null, "
+            is_mixed = is_bare and tool.may_be(found[1], "null", "boolean", "integer", "number")
+            if is_mixed and (other := (yield from self._match(scalar))) is not None:
+                shown += tool.bare_json(found[1], other[1]) + ", "
                 continue
+            is_text = found[2] or is_bare
             shown += '"' if is_text else ""
             self._events.append(ToolCallArguments(index, shown))
             if is_text:
@@ -276,13 +295,7 @@ class ChatParser:
 
     def _skip(self, marker: str) -> _Reading[bool]:
         """Drops a marker with the whitespace before and in it; whether it is there."""
-        for part in marker.split():
-            while not (text := self._text.lstrip(_SPACE)).startswith(part):
-                if self._has_ended or not part.startswith(text):
-                    return False
-                yield
-            self._text = text.removeprefix(part)
-        return True
+        return not marker or (yield from self._match(_marker(marker))) is not None
 
     def _skip_space(self) -> _Reading[None]:
         while not (text := self._text.lstrip(_SPACE)) and not self._has_ended:
@@ -332,7 +345,8 @@ def _patterns(form: ChatFormat) -> _Patterns:
 
 @cache
 def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", ...]:
-    """What stands before a value, with the argument's name and a quote; what ends a text; null."""
+    """What stands before a value, with the argument's name and a quote; what ends a text; a value
+    that may be a text or not, with that end."""
     space, escape = _ANY_SPACE, re.escape
     separator = f"(?:{escape(form.separator.strip())})?"
     before, behind = _loose(form.before_name), _loose(form.after_name.rstrip())
@@ -347,47 +361,17 @@ def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", ...]:
             f"{behind}{line_end}{quote}"
         ),
         regex.compile(text_end),
-        regex.compile(f"(?:null|None){text_end}"),
+        regex.compile(f"({_SCALAR}){text_end}"),
     )
+
+
+@cache
+def _marker(marker: str) -> "regex.Pattern[str]":
+    """The marker, and the whitespace before it."""
+    return regex.compile(_ANY_SPACE + _loose(marker.strip()))
 
 
 def _loose(marker: str) -> str:
     """Matches a marker with any whitespace where it has some."""
     parts = re.split(rf"[{_SPACE}]+", marker)
     return _ANY_SPACE.join(re.escape(part) for part in parts)
-
-
-class _EndOfValue:
-    """Finds the end of a value in JSON whose text comes in pieces.
-
-    It is the end of an object, or else what precedes one of the characters `stops`.
-    """
-
-    def __init__(self, stops: str = "") -> None:
-        self.is_found = False
-        self._stops = stops
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-
-    def find(self, text: str) -> int:
-        """How many characters of the next piece belong to the object."""
-        for place, character in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character in self._stops and not self._depth:
-                self.is_found = True
-                return place
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth and not self._stops:
-                    self.is_found = True
-                    return place + 1
-        return len(text)
