@@ -25,7 +25,7 @@ def ended(script: str, **given) -> tuple[ManagedProcess, list[LogLine]]:
     """A child that has ended by itself, and its relayed lines."""
     lines: list[LogLine] = []
     child = ManagedProcess(command(script, **given), lines.append)
-    child._popen.wait()
+    child.wait()
     child.drain()
     return child, lines
 

@@ -86,8 +86,8 @@ def _begin(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-class ManagedProcess:
-    """Owns one running child and its two pipes.
+class ManagedProcess(subprocess.Popen[bytes]):
+    """One running child, with its two pipes.
 
     Must be created by the main thread: the kernel kills the child when the thread that forked it
     ends. A reader thread passes every line to `on_line`. While the child starts, an ERROR line is
@@ -96,30 +96,19 @@ class ManagedProcess:
     """
 
     def __init__(self, command: Command, on_line: Callable[[LogLine], None]) -> None:
+        """Raises ProcessError."""
         self.name = command.name
         self.answer: Mapping[str, object] | None = None
         """The last JSON object the child printed that isn't a log record."""
-        self._target = command.target
-        self._rank = command.rank
+        self._command = command
         self._on_line = on_line
         self._recent: deque[LogLine] = deque(maxlen=RECENT_LINES)
         self._held: LogLine | None = None
         self._is_starting = True
         self._lock = threading.Lock()
-        self._popen = self._start(command)
-        self._readers = [
-            threading.Thread(target=self._relay, args=(pipe,), daemon=True)
-            for pipe in (self._popen.stdout, self._popen.stderr)
-            if pipe is not None
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    @staticmethod
-    def _start(command: Command) -> subprocess.Popen[bytes]:
         parent = os.getpid()
         try:
-            return subprocess.Popen(
+            super().__init__(
                 command.argv,
                 env=command.environment,
                 stdin=subprocess.DEVNULL,
@@ -134,16 +123,18 @@ class ManagedProcess:
                 f"cannot start {command.name}: {command.argv[0]}: {error.strerror}: "
                 "check the installation and the memory that is free"
             ) from error
+        self._readers = [
+            threading.Thread(target=self._relay, args=(pipe,), daemon=True)
+            for pipe in (self.stdout, self.stderr)
+            if pipe is not None
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def is_alive(self) -> bool:
         """False once the child has ended; its exit code is then known."""
-        return self._popen.poll() is None
-
-    @property
-    def returncode(self) -> int | None:
-        """Its exit code, the negative signal number if one killed it, None while it lives."""
-        return self._popen.poll()
+        return self.poll() is None
 
     @property
     def last_message(self) -> str:
@@ -155,7 +146,7 @@ class ManagedProcess:
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
         try:
-            state = Path(f"/proc/{self._popen.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return False  # it has ended
         return state in ("T", "t")
@@ -178,11 +169,6 @@ class ManagedProcess:
         first_error = others[-1] + 1 if others else 0
         return tuple(line.message for line in lines[first_error:] or lines)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._popen.pid
-
     def settle(self) -> None:
         """The child has started: no line is held any more."""
         with self._lock:
@@ -191,15 +177,11 @@ class ManagedProcess:
         if held:
             self._on_line(held)
 
-    def terminate(self) -> None:
-        """Asks the child to end."""
-        self._popen.terminate()
-
     def kill(self) -> None:
         """Kills the child and its process group, and returns when the last lines are read."""
         with contextlib.suppress(ProcessLookupError):  # its process group is empty
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
         self.drain()
 
     def drain(self) -> None:
@@ -216,12 +198,11 @@ class ManagedProcess:
                     self._take(text)
 
     def _take(self, text: str) -> None:
-        parsed = parse_line(text, self._target)
+        parsed = parse_line(text, self._command.target)
         if not isinstance(parsed, LogLine):
             self.answer = parsed
             return
-        if self._rank is not None:
-            parsed = replace(parsed, rank=self._rank)
+        parsed = replace(parsed, rank=self._command.rank)
         with self._lock:
             self._recent.append(parsed)
             due = [self._held] if self._held else []
