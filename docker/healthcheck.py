@@ -22,8 +22,8 @@ def address() -> tuple[str, int, bool] | None:
     if mode is not Mode.SERVE:
         return None
     values = read_options(flags, dict(os.environ), mode)
-    port = values.get("aip-http-port", values["port"])[0]
-    return reachable_host(values["hostname"][0]), int(port), "ssl-certfile" in values
+    port = values.get("aip-http-port", values["port"])
+    return reachable_host(values["hostname"]), int(port), "ssl-certfile" in values
 
 
 def main() -> int:

@@ -169,7 +169,7 @@ def test_the_launcher_takes_the_variables(variables: Callable[[], dict[str, str]
     known = {option.variable: option.name for option in OPTIONS if option.has_environment}
     assert environment.keys() - known.keys() == FOREIGN_VARIABLES
     for name in environment.keys() - FOREIGN_VARIABLES:
-        assert taken[known[name]] == (environment[name],), name
+        assert taken[known[name]] == environment[name], name
 
 
 def seconds(duration: str) -> int:

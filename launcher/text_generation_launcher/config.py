@@ -91,14 +91,15 @@ def create_config(
     values = {**_switched_off(environment), **values}
     if mode is Mode.SERVE:
         values = {**values, "port": values.get("aip-http-port", values["port"])}
+    if "no-restart" in values:
+        values = {name: value for name, value in values.items() if name != "restart"}
     for sentence in _contradictions(values, mode):
         raise InvalidOptions(sentence)
     model_id = _model_id(values)
-    sharded, num_shard = first(values, "sharded"), first(values, "num-shard")
     num_shards = find_num_shards(
-        sharded=None if sharded is None else sharded == "true",
-        num_shard=None if num_shard is None else int(num_shard),
-        device=first(values, "device"),
+        sharded=values["sharded"] == "true" if "sharded" in values else None,
+        num_shard=_number(values, "num-shard"),
+        device=values.get("device"),
         environment=environment,
         count_gpus=count_gpus,
     )
@@ -112,34 +113,25 @@ def create_config(
         router=None if mode is Mode.SHARDS else commands.router(mode),
         mode=mode,
         model_id=commands.model_id,
-        shard_uds_path=first(values, "shard-uds-path"),
+        shard_uds_path=values.get("shard-uds-path"),
         socket_places=tuple(Path(place) for place in places if place),
-        master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
+        master_addr=values.get("master-addr", defaults.MASTER_ADDR),
         master_port=_number(values, "master-port"),
         notes=_without_effect(mode, values, num_shards, environment),
-        hostname=first(values, "hostname") or defaults.HOSTNAME,
+        hostname=values.get("hostname", defaults.HOSTNAME),
         port=_number(values, "port") or defaults.PORT,
         prometheus_port=_number(values, "prometheus-port"),
         has_api_key="api-key" in values or "api-key-file" in values,
         has_tls="ssl-certfile" in values,
-        restarts=_restarts(values),
+        restarts="restart" in values,
         termination_timeout_s=float(
-            first(values, "graceful-termination-timeout") or defaults.TERMINATION_TIMEOUT_S
+            values.get("graceful-termination-timeout", defaults.TERMINATION_TIMEOUT_S)
         ),
     )
 
 
-def first(values: Values, name: str) -> str | None:
-    """The value of an option that does not repeat; None: it is not given."""
-    return values[name][0] if name in values else None
-
-
 def _number(values: Values, name: str) -> int | None:
-    return int(values[name][0]) if name in values else None
-
-
-def _restarts(values: Values) -> bool:
-    return "restart" in values and "no-restart" not in values
+    return int(values[name]) if name in values else None
 
 
 def _without_effect(
@@ -153,7 +145,7 @@ def _without_effect(
         notes.append("--otlp-service-name has no effect without --otlp-endpoint")
     if attention := environment.get("ATTENTION"):
         notes.append(f"ATTENTION={attention} has no effect: pytgi has its own kernels")
-    if mode is Mode.SERVE and not _restarts(values) and "resume-streams" in values:
+    if mode is Mode.SERVE and "restart" not in values and "resume-streams" in values:
         notes.append(
             "--resume-streams has no effect with --no-restart: the server ends with its shards"
         )
@@ -168,15 +160,15 @@ def _contradictions(values: Values, mode: Mode) -> Iterator[str]:
     if "max-input-tokens" in values and "max-input-length" in values:
         yield "--max-input-tokens and --max-input-length are the same limit: give only the first"
     whole = _completed(values)
-    yield from contradictions(lambda name: first(whole, name))
+    yield from contradictions(whole.get)
     for name in ("port", "prometheus-port"):
         if "master-port" in values and values.get(name) == values["master-port"]:
             yield (
-                f"--master-port and --{name} are both {values[name][0]}: leave out --master-port, "
+                f"--master-port and --{name} are both {values[name]}: leave out --master-port, "
                 "and the shards meet on a free port"
             )
     for name in ("ssl-certfile", "ssl-keyfile"):
-        path = first(values, name)
+        path = values.get(name)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             yield (
                 f"--{name} {path} is not a file that can be read: give a PEM file that this user "
@@ -195,7 +187,7 @@ def _wrong_files(values: Values) -> Iterator[str]:
         if name not in values:
             files = "--input requests.jsonl --output results.jsonl"
             yield f"--{name} is missing: a batch takes {files}"
-    source, target = Path(values["input"][0]), Path(values["output"][0])
+    source, target = Path(values["input"]), Path(values["output"])
     if not source.is_file():
         yield f"--input {source} is not a file: give the file with the requests"
     if not target.parent.is_dir():
@@ -221,14 +213,14 @@ def _switched_off(environment: Mapping[str, str]) -> Values:
                 f"{variable}={given} is neither on nor off: set it to true or false"
             )
         if given in ("false", "0"):
-            switched_off[name] = ("true",)
+            switched_off[name] = "true"
     return switched_off
 
 
 def _completed(values: Values) -> Values:
     """The options, with those that follow from others."""
     if "rope-scaling" in values or "rope-factor" in values:
-        rope = {"rope-scaling": ("linear",), "rope-factor": (str(defaults.ROPE_FACTOR),)}
+        rope = {"rope-scaling": "linear", "rope-factor": str(defaults.ROPE_FACTOR)}
         values = {**rope, **values}
     if "max-input-length" in values:
         values = {**values, "max-input-tokens": values["max-input-length"]}
@@ -239,7 +231,7 @@ def _model_id(values: Values) -> str:
     """The requested directory or hub id; empty for the embedded model."""
     if "model-id" not in values:
         return ""
-    given = values["model-id"][0]
+    given = values["model-id"]
     path = Path(given).expanduser()
     if path.is_dir():
         return str(path)
@@ -288,7 +280,7 @@ class _Commands:
 
     def shard(self, rank: int) -> Command:
         """One shard."""
-        address = first(self.values, "master-addr") or defaults.MASTER_ADDR
+        address = self.values.get("master-addr", defaults.MASTER_ADDR)
         rendezvous = (f"--master-addr={address}", f"--master-port={RENDEZVOUS_PORT}")
         return Command(
             name=f"shard {rank}",
@@ -319,13 +311,13 @@ class _Commands:
         )
         target = "text_generation_router"
         if mode is Mode.BATCH:
-            files = [f"--{name}={self.values[name][0]}" for name in ("input", "output")]
+            files = [f"--{name}={self.values[name]}" for name in ("input", "output")]
             batch = (sys.executable, "-m", "text_generation_router.offline.batch")
             return Command(
                 "the batch", target, (*batch, *files, *argv), self._inherited, draws=True
             )
         router = console_script("text-generation-router", "text_generation_router.cli")
         secrets = options.forward_secrets(self.values, Child.ROUTER)
-        restart = ("--restart",) if _restarts(self.values) else ()
+        restart = ("--restart",) if "restart" in self.values else ()
         argv = (*router, "--await-shards", *restart, *argv)
         return Command("the router", target, argv, self._inherited | secrets)

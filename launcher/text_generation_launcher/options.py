@@ -86,7 +86,7 @@ def read_options(
     """
     parser = _create_parser(mode)
     given: dict[str, list[str]] = vars(parser.parse_args(argv))
-    values: dict[str, tuple[str, ...]] = {}
+    values: dict[str, str] = {}
     for option in OPTIONS:
         if not option.applies_in(mode):
             continue
@@ -101,22 +101,23 @@ def read_options(
                 parser.error(f"{source}: expected once, got {len(raw)} times")
             try:
                 parse = true_or_false if option.switch else option.parse
-                parsed = tuple(map(parse, raw))
+                parsed = "\n".join(map(parse, raw))
             except ValueError as error:
                 got = "" if option.secret else f", got {', '.join(map(repr, raw))}"
                 parser.error(f"{source}: expected {error}{got}")
-            if not (option.switch and parsed == ("false",)):
+            if not (option.switch and parsed == "false"):
                 values[option.name] = parsed
         elif option.default is not None:
-            values[option.name] = (option.default,)
+            values[option.name] = option.default
     return values
 
 
 def _given(values: Values) -> Iterator[tuple[Option, str]]:
     """Each value with its option."""
     for option in OPTIONS:
-        for value in values.get(option.name, ()):
-            yield option, value
+        if option.name in values:
+            value = values[option.name]
+            yield from ((option, one) for one in (value.split("\n") if option.repeat else [value]))
 
 
 def refuse(values: Values) -> None:
@@ -152,9 +153,9 @@ def forward(values: Values, child: Child) -> tuple[str, ...]:
 def forward_secrets(values: Values, child: Child) -> dict[str, str]:
     """The variables of one child with its secret options: one value per line."""
     return {
-        one.variable: "\n".join(values[one.name])
-        for one, _ in _given(values)
-        if one.secret and child in one.to
+        option.variable: values[option.name]
+        for option in OPTIONS
+        if option.secret and child in option.to and option.name in values
     }
 
 

@@ -34,6 +34,8 @@ class Output:
         self.num_dropped = 0
         """Dropped lines since the start."""
         self._descriptor, self._never_waits = _reopened(descriptor)
+        self._poller = select.poll()
+        self._poller.register(self._descriptor, select.POLLOUT)
         self._describe = describe
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
@@ -78,10 +80,8 @@ class Output:
         self._num_bytes += len(data)
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._descriptor, select.POLLOUT)
         while True:
-            poller.poll()
+            self._poller.poll()
             with self._changed:
                 has_taken = self._write_kept()
                 if not self._kept:
@@ -110,7 +110,7 @@ class Output:
     def _take(self, data: bytes) -> int:
         """Writes without waiting; returns the number of bytes taken."""
         taken, most = 0, len(data) if self._never_waits else _CHUNK_BYTES
-        while taken < len(data) and (self._never_waits or _can_take(self._descriptor)):
+        while taken < len(data) and (self._never_waits or self._poller.poll(0)):
             try:
                 taken += os.write(self._descriptor, data[taken : taken + most])
             except BlockingIOError:
@@ -188,9 +188,3 @@ def _reopened(descriptor: int) -> tuple[int, bool]:
         except OSError:
             return descriptor, False  # of another user: `poll` before each write
     return descriptor, False
-
-
-def _can_take(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLOUT)
-    return bool(poller.poll(0))

@@ -15,8 +15,8 @@ from typing import Any, get_args, get_type_hints
 
 from text_generation_process.tracing import missing_packages
 
-Values = Mapping[str, tuple[str, ...]]
-"""Option name to its values in canonical spelling: one, or several where the flag repeats."""
+Values = Mapping[str, str]
+"""Option name to its value in canonical spelling; where the flag repeats, one value per line."""
 
 
 class InvalidOptions(ValueError):

@@ -4,7 +4,7 @@ opened."""
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -46,18 +46,18 @@ def collector(value: str) -> str:
 
 def missing_packages(endpoint: str | None) -> Iterator[str]:
     """The sentence for the user, if traces can not be sent because a package is missing."""
-    if endpoint is not None and not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
+    if endpoint is None:
+        return
+    try:
+        is_installed = None not in (find_spec(_SDK), find_spec(_EXPORTER))
+    except ModuleNotFoundError:  # a parent package is missing, too
+        is_installed = False
+    if not is_installed:
         yield (
             "--otlp-endpoint needs OpenTelemetry, which is not installed: install it with "
             "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or start "
             "without --otlp-endpoint"
         )
-
-
-def _is_installed(name: str) -> bool:
-    with suppress(ModuleNotFoundError):  # its parent package is missing, too
-        return find_spec(name) is not None
-    return False
 
 
 def mark_failed(span: "Span", error_type: str) -> None:
