@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Rendezvous
 
 
 def free_port() -> int:

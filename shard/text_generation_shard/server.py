@@ -5,92 +5,75 @@ import logging
 import os
 import signal
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
+from inspect import isasyncgenfunction
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
 import uvloop
 from text_generation_process.sockets import check_length, remove_stale
-from text_generation_process.tracing import SERVICE, missing_packages
-from text_generation_proto import pb_grpc
+from text_generation_process.tracing import SERVICE, missing_packages, open_tracer
+from text_generation_proto import pb, pb_grpc
 
+from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
-from text_generation_shard.models.registry import Chosen, load_model, read_config
-from text_generation_shard.parallel import World
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.models.registry import load_model, read_config
+from text_generation_shard.parallel import Rendezvous, World
 from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
 
-    # Generic in the stubs only.
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-    _Handler = grpc.RpcMethodHandler[Any, Any]
-else:
-    _Interceptor, _Handler = grpc.aio.ServerInterceptor, grpc.RpcMethodHandler
+logger = logging.getLogger(__name__)
 
 
-class ExceptionInterceptor(_Interceptor):
-    """Turns exceptions into INTERNAL with the exception's text. Calls `on_fatal` after an error
-    that leaves the device unusable."""
+def guarded(service: ShardService, on_fatal: Callable[[], None]) -> Any:
+    """The calls of the service, whose exceptions become INTERNAL with the exception's text. Calls
+    `on_fatal` after an error that leaves the device unusable."""
 
-    def __init__(self, on_fatal: Callable[[], None]) -> None:
-        self._on_fatal = on_fatal
-
-    async def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wrap a call: unary, or a stream in both directions."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        call: Any = handler.unary_unary or handler.stream_stream
-        method = handler_call_details.method
+    def guard(name: str) -> Callable[..., Any]:
+        call: Any = getattr(service, name)
 
         async def answer(request: Any, context: Any) -> Any:
             try:
                 return await call(request, context)
             except Exception as error:
-                await self._fail(method, error, context)
+                await fail(name, error, context)
 
         async def answers(requests: Any, context: Any) -> Any:
             try:
                 async for response in call(requests, context):
                     yield response
             except Exception as error:
-                await self._fail(method, error, context)
+                await fail(name, error, context)
 
-        wire = handler.request_deserializer, handler.response_serializer
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(answer, *wire)
-        return grpc.stream_stream_rpc_method_handler(answers, *wire)
+        return answers if isasyncgenfunction(call) else answer
 
-    async def _fail(self, method: str, error: Exception, context: Any) -> None:
-        if isinstance(error, BatchError | ModelError):
-            # The router logs it as an error: one ERROR line per failure.
-            logger.warning("%s: %s", method, error)
-        elif isinstance(error, RankError):
-            # The failed rank logs the reason; `on_final` logs a final error.
-            if not error.is_final:
-                logger.warning("%s: %s", method, error)
+    async def fail(name: str, error: Exception, context: Any) -> None:
+        if isinstance(error, BatchError | ModelError | RankError):
+            # The router logs it as an error: one ERROR line per failure. A failed rank logs the
+            # reason itself, and `on_final` a final error.
+            if not (isinstance(error, RankError) and error.is_final):
+                logger.warning("%s: %s", name, error)
         else:
-            logger.error("%s failed", method, exc_info=error)
+            logger.error("%s failed", name, exc_info=error)
             if _is_fatal(error):
-                self._on_fatal()
+                on_fatal()
         await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
+
+    names = pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name
+    return SimpleNamespace(**{name: guard(name) for name in names})
 
 
 def _is_fatal(error: Exception) -> bool:
@@ -126,19 +109,21 @@ def serve(config: ShardConfig) -> int:
         tracing = None
         if config.otlp_endpoint is not None:
             # Imports OpenTelemetry.
-            from text_generation_shard.tracing import open_tracing
+            from text_generation_shard.tracing import StepTracing
 
-            tracing = stack.enter_context(open_tracing(config))
+            name, attributes = config.otlp_service_name, {"rank": config.rank}
+            tracer = open_tracer(config.otlp_endpoint, name, version("pytgi"), attributes)
+            tracing = StepTracing(stack.enter_context(tracer), config.rank)
         return uvloop.run(_serve(engine, device_thread, config, tracing))
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on the configured device, with the other ranks if there are several. ModelError:
-    why it can not be served."""
-    chosen = read_config(config)
+    """The model on the configured device; with several ranks, when all have loaded. ModelError: why
+    it can not be served. RankError: another rank has failed."""
+    model = read_config(config)
     options = DeviceOptions(
         dtype=config.dtype,
-        checkpoint_dtype=chosen.config.dtype,
+        checkpoint_dtype=model.dtype,
         quantize=config.quantize,
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
@@ -149,45 +134,31 @@ def load_engine(config: ShardConfig) -> Engine:
     )
     device = open_device(config.device, options)
     if config.world_size == 1:
-        return load_on(device, config, chosen, World())
-    return _load_together(device, config, chosen)
-
-
-def _load_together(device: Device, config: ShardConfig, chosen: Chosen) -> Engine:
-    """Load together with the other ranks; returns when all have loaded. A failure of this rank is
-    reported to the others. RankError: another rank has failed."""
-    rendezvous = Rendezvous.join(config)
-    try:
+        return load_on(device, config, model, World())
+    with Rendezvous.join(config) as rendezvous:
         # The largest exchange: longer tensors are split.
-        slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * chosen.config.hidden_size)
+        slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * model.hidden_size)
         collectives = device.collectives(rendezvous, slot_bytes)
         name = f"shard {config.rank} of {config.world_size}"
         logger.info("%s: all shards are connected by %s", name, collectives.name)
         meet = partial(rendezvous.all_here, "all have read their weights")
         world = World(config.rank, config.world_size, collectives, meet)
-        engine = load_on(device, config, chosen, world)
+        engine = load_on(device, config, model, world)
         logger.info("%s has loaded its weights", name)
         rendezvous.all_here("all have loaded")
-    except RankError:
-        raise
-    except BaseException as error:
-        rendezvous.fail(str(error) or type(error).__name__)
-        raise
-    finally:
-        rendezvous.close()
-    return engine
+        return engine
 
 
-def load_on(device: Device, config: ShardConfig, chosen: Chosen, world: World) -> Engine:
+def load_on(device: Device, config: ShardConfig, model: ModelConfig, world: World) -> Engine:
     """The model on an open device."""
-    model, nbytes = load_model(config.model_path, chosen, device, world, config.quantize)
-    if config.deterministic and not model.is_deterministic:
+    loaded, nbytes = load_model(config.model_path, model, device, world, config.quantize)
+    if config.deterministic and not loaded.is_deterministic:
         raise ModelError(
-            f"--deterministic is not supported with {chosen.config.architecture}: torch computes "
+            f"--deterministic is not supported with {model.architecture}: torch computes "
             "parts of it, and rounds them differently in other batches; remove the flag"
         )
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
-    return Engine(device, model, nbytes, watermark, world)
+    return Engine(device, loaded, nbytes, watermark, world)
 
 
 def _listen(server: grpc.aio.Server, path: str) -> None:
@@ -217,42 +188,37 @@ async def _serve(
     config: ShardConfig,
     tracing: "StepTracing | None" = None,
 ) -> int:
-    stopped = asyncio.Event()
-    exit_code = 0
+    loop = asyncio.get_running_loop()
+    exit_code: asyncio.Future[int] = loop.create_future()
 
-    def on_fatal() -> None:
-        nonlocal exit_code
-        exit_code = 1
-        logger.error("the device can not go on after this error, the shard stops")
-        stopped.set()
+    def stop(code: int, error: str) -> None:
+        """Later errors are ignored: they are often effects of stopping."""
+        if not exit_code.done():
+            if error:
+                logger.error("%s", error)
+            exit_code.set_result(code)
 
     def on_final(error: RankError) -> None:
-        """Another rank is lost. The same error while this rank stops is ignored."""
-        nonlocal exit_code
-        if not stopped.is_set():
-            exit_code = OTHER_RANK_FAILED
-            logger.error("%s; this shard can not go on without it", error)
-            stopped.set()
+        stop(OTHER_RANK_FAILED, f"{error}; this shard can not go on without it")
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, stop, 0, "")
     service = ShardService(engine, device_thread, config, on_final, tracing)
-    server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
-    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    on_fatal = partial(stop, 1, "the device can not go on after this error, the shard stops")
+    server = grpc.aio.server(options=_UNLIMITED)
+    pb_grpc.add_TextGenerationServiceServicer_to_server(guarded(service, on_fatal), server)  # type: ignore[no-untyped-call]
     if config.enable_reflection:
         # Lets tools like grpcurl list the calls.
         from grpc_reflection.v1alpha import reflection
 
-        names = (SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)
     _listen(server, config.socket_path)
     await server.start()
     engine.device.serve()
     logger.info("Server started at unix://%s", config.socket_path)
-    await stopped.wait()
+    await exit_code
     # Ends a long prompt between two passes, and any wait for another rank; later calls fail.
     engine.stop()
     await server.stop(grace=0.5)
     service.close()
-    return exit_code
+    return exit_code.result()

@@ -79,27 +79,22 @@ class Batch:
             raise BatchError(f"Batch ID {batch_id} not found in cache.")
 
     def finish(self, begun: "Begun | None", number: int = 0) -> pb.StepResponse:
-        """Wait for a step; the answer to its message, which has this number."""
-        if begun is None:
-            return self._answer(pb.StepResponse(), number)
-        try:
-            output = begun.handle.result()
-        finally:
-            if self.id == begun.batch_id and not self._engine.num_rows_taken:
-                self.id = None
-        if output.HasField("batch"):
-            output.batch.id = begun.batch_id
-        if begun.joins:
-            output.concat_ns = begun.handle.admit_ns
-        return self._answer(output, number)
-
-    def _answer(self, output: pb.StepResponse, number: int) -> pb.StepResponse:
-        """Rank 0 answers everything; other ranks only times, and a digest that proves the same
-        choices."""
-        world = self._engine.world
-        if world.size > 1:
+        """Wait for a step; the answer to its message, which has this number. Rank 0 answers
+        everything; other ranks only times, and a digest that proves the same choices."""
+        output = pb.StepResponse()
+        if begun is not None:
+            try:
+                output = begun.handle.result()
+            finally:
+                if self.id == begun.batch_id and not self._engine.num_rows_taken:
+                    self.id = None
+            if output.HasField("batch"):
+                output.batch.id = begun.batch_id
+            if begun.joins:
+                output.concat_ns = begun.handle.admit_ns
+        if self._engine.world.size > 1:
             output.digest = digest(number, output.generations)
-        if world.rank:
+        if self._engine.world.rank:
             for field, _ in output.ListFields():
                 if field.name not in _OF_ALL_RANKS:
                     output.ClearField(field.name)
@@ -293,11 +288,10 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
 
     async def _to_new_request(self, message: pb.Request) -> NewRequest:
         grammar: Grammar | None = None
-        if message.grammar and self._follows_grammars:
+        if message.grammar:
             # Usually remembered since CompileGrammar; compiled again if it was forgotten.
-            grammar = await self._grammars.compile(message.grammar)
-        elif message.grammar:
-            grammar = Grammar()  # followed elsewhere
+            is_here = self._follows_grammars
+            grammar = await self._grammars.compile(message.grammar) if is_here else Grammar()
         return NewRequest.of(message, grammar)
 
     async def Decode(

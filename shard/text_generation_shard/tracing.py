@@ -1,18 +1,13 @@
 """The spans of this shard's steps, as children of the router's spans."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from text_generation_process.tracing import SERVICE, end_span, open_tracer
+from text_generation_process.tracing import SERVICE, end_span
 from text_generation_proto import pb
-
-from text_generation_shard.config import ShardConfig
 
 
 class StepTracing:
@@ -47,12 +42,3 @@ def _end(span: Span, step: "asyncio.Future[pb.StepResponse]") -> None:
         for name in ("forward_ns", "decode_ns", "total_ns"):
             span.set_attribute(name, getattr(times, name))
     end_span(span, error)
-
-
-@contextmanager
-def open_tracing(config: ShardConfig) -> Iterator[StepTracing]:
-    """Send spans to the collector until the end of the block; see `open_tracer`."""
-    assert config.otlp_endpoint is not None, "tracing is on"
-    endpoint, name, rank = config.otlp_endpoint, config.otlp_service_name, config.rank
-    with open_tracer(endpoint, name, version("pytgi"), {"rank": rank}) as tracer:
-        yield StepTracing(tracer, rank)

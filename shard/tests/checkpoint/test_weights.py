@@ -20,7 +20,7 @@ from text_generation_shard.device.cuda.device import dtype_of
 from text_generation_shard.device.cuda.staging import StagedCopies
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.registry import Chosen, load_model
+from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
 from torch import Tensor
 
@@ -124,9 +124,9 @@ def loaded(device: Device, rank: int, size: int, folder: Path) -> dict[str, Tens
     parameters.add_matrix({"gate_up": [own(32), own(32)]}, whole(20), keep("gate_up"))
     parameters.add_matrix({"down": [whole(20)]}, own(32), keep("down"))
     vectors = {
-        "norm": parameters.add("norm", (20,)),
-        "qkv.bias": parameters.add_bias({f"{name}.bias": heads[name] for name in HEADS}),
-        "down.bias": parameters.add_bias({"down.bias": [whole(20)]}),
+        "norm": parameters.add_vector({"norm": [whole(20)]}),
+        "qkv.bias": parameters.add_vector({f"{name}.bias": heads[name] for name in HEADS}),
+        "down.bias": parameters.add_vector({"down.bias": [whole(20)]}),
     }
     parameters.load(folder)
     found |= vectors
@@ -196,9 +196,9 @@ class FullDevice(StagingDevice):
 
 def test_no_room_in_a_thread_is_a_sentence(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama-bias")
-    chosen = Chosen(LlamaConfig.from_hf(path), "")
+    config = LlamaConfig.from_hf(path)
     with pytest.raises(ModelError, match="the weights do not fit into the memory of the GPU"):
-        load_model(path, chosen, reference_device(FullDevice), World(), None)
+        load_model(path, config, reference_device(FullDevice), World(), None)
 
 
 def test_the_first_copys_error_is_raised_however_late_it_comes() -> None:

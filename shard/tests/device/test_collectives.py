@@ -17,8 +17,7 @@ import torch
 from text_generation_shard.device.cpu import collectives as shared
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives, memory_bytes
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.parallel import Collectives
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Collectives, Rendezvous
 
 from shard.tests.test_rendezvous import config_of, free_port, join, meet
 

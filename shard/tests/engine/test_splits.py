@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.checkpoint.config import LlamaConfig
-from text_generation_shard.checkpoint.families import FAMILIES
+from text_generation_shard.checkpoint.config import FAMILIES, LlamaConfig
 from text_generation_shard.checkpoint.partition import partition_of
 from text_generation_shard.errors import ModelError
 from transformers import AutoModelForCausalLM

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from text_generation_shard.checkpoint import pickles
 from text_generation_shard.checkpoint.files import (
+    CONVERTED_NAME,
     PICKLE_SUFFIXES,
     are_pickled,
     check_config,
     check_directory,
+    convert,
     weight_names,
 )
 from text_generation_shard.errors import ModelError
@@ -69,7 +70,7 @@ def resolve_model(
         )
     names = check_directory(directory)
     if are_pickled(names):
-        pickles.convert(directory, names)
+        convert(directory, names)
     _ensure_tokenizer(directory)
     return directory
 
@@ -157,7 +158,7 @@ class _HubModel:
         small = _absent(snapshot, (name for name in sizes if name.endswith(SMALL_SUFFIXES)))
         self._download(snapshot, small)
         weights = _absent(snapshot, weight_names(self._repo_id, sizes, snapshot))
-        if (snapshot / pickles.CONVERTED_NAME).exists():
+        if (snapshot / CONVERTED_NAME).exists():
             # The user may have deleted converted pickles.
             weights = [name for name in weights if not name.endswith(PICKLE_SUFFIXES)]
         if not small and not weights and snapshot == cached:
@@ -299,7 +300,11 @@ def _ensure_tokenizer(directory: Path) -> None:
     logger.info("converting %s to %s", slow[0], TOKENIZER_NAME)
     try:
         with tempfile.TemporaryDirectory() as converted:
-            _convert_tokenizer(directory, Path(converted))
+            # Takes seconds to import.
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            tokenizer.save_pretrained(converted)
             target = directory / f"{TOKENIZER_NAME}.{os.getpid()}"
             shutil.copyfile(Path(converted) / TOKENIZER_NAME, target)
             os.replace(target, directory / TOKENIZER_NAME)  # atomic
@@ -310,10 +315,3 @@ def _ensure_tokenizer(directory: Path) -> None:
             f"({reason}): make it with transformers, AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...)"
         ) from error
-
-
-def _convert_tokenizer(source: Path, target: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    tokenizer.save_pretrained(target)

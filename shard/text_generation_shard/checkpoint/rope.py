@@ -7,7 +7,6 @@ from typing import Any
 
 from text_generation_process.defaults import ROPE_FACTOR
 
-from text_generation_shard.checkpoint.families import Family
 from text_generation_shard.checkpoint.fields import LARGEST_POSITION, Fields
 from text_generation_shard.errors import ModelError, UnsupportedError
 
@@ -53,13 +52,15 @@ class RopeConfig:
 
 def read_rope(
     config: Fields,
-    family: Family,
     head_dim: int,
-    scaling: str | None = None,
-    factor: float | None = None,
+    kinds: Mapping[str, str],
+    is_partial: bool,
+    scaling: str | None,
+    factor: float | None,
 ) -> RopeConfig:
     """Reads `rope_scaling`, or without it `rope_parameters`; `scaling` and `factor` of the command
-    line replace all but their `rope_theta`. ModelError names what can not be served."""
+    line replace all but their `rope_theta`. kinds: those that have another meaning. is_partial:
+    `partial_rotary_factor` is in effect. ModelError names what can not be served."""
     given, other = config.inner("rope_scaling"), config.inner("rope_parameters")
     given, other = (given, other) if given.values else (other, given)
     theta = (given if "rope_theta" in given.values else config).number("rope_theta", 1)
@@ -67,13 +68,15 @@ def read_rope(
         logger.warning(
             "%s replaces all of `rope_parameters`, as in transformers: `rope_theta` is %g, not "
             "%s; write the model's `rope_theta` into it",
-            *(given.where, theta, other.values["rope_theta"]),
+            given.where,
+            theta,
+            other.values["rope_theta"],
         )
     if scaling is not None:
         asked = {"rope_type": scaling, "factor": factor or ROPE_FACTOR}
         given = Fields(asked, "--rope-scaling")
-    kind = _kind(given, family)
-    rotary_dim = _rotary_dim(config, given, family, head_dim, kind)
+    kind = _kind(given, kinds)
+    rotary_dim = _rotary_dim(config, given, is_partial, head_dim, kind)
     _check(given, kind, rotary_dim)
     max_position = config.size("max_position_embeddings", LARGEST_POSITION)
     original, name = max_position, "original_max_position_embeddings"
@@ -82,22 +85,22 @@ def read_rope(
     return RopeConfig(kind, theta, rotary_dim, original, max_position, dict(given.values))
 
 
-def _kind(given: Fields, family: Family) -> str:
+def _kind(given: Fields, kinds: Mapping[str, str]) -> str:
     name = given.find("rope_type", "type")
     kind = "default" if name is None else given.text(name)
-    kind = {"su": "longrope", **family.rope_kinds}.get(kind, kind)
+    kind = {"su": "longrope", **kinds}.get(kind, kind)
     if kind not in _NUMBERS:
         known = ", ".join(_NUMBERS)
         raise UnsupportedError(str(given.wrong(name or "rope_type", f"one of {known}")))
     return kind
 
 
-def _rotary_dim(config: Fields, given: Fields, family: Family, head_dim: int, kind: str) -> int:
+def _rotary_dim(config: Fields, given: Fields, is_partial: bool, head_dim: int, kind: str) -> int:
     name = "partial_rotary_factor"
     place, share = given if name in given.values else config, 1.0
-    if name in place.values and (family.has_partial_rotary or place.find(name)):
+    if name in place.values and (is_partial or place.find(name)):
         share = place.number(name)
-    if share != 1.0 and not family.has_partial_rotary:
+    if share != 1.0 and not is_partial:
         # As in transformers, where the other kinds end in an error.
         if kind != "default":
             raise place.wrong(name, f"none: this model can not rotate parts of heads with {kind}")

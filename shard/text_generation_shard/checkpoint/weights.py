@@ -3,11 +3,13 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,16 +45,15 @@ class _Stack:
     num_kept: int
     # Receives a complete matrix; None: a tensor allocated in advance.
     receive: Receive | None
-    num_missing: int
     # Why a matrix is not quantized; empty: no reason.
     obstacle: str = ""
-    # A matrix is allocated when its first part is read.
+    # Allocated in advance; None: a matrix, which is allocated when it is read.
     whole: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
-        rows = sum(self.num_rows(name) for name in self.sections)
+        rows = sum(share.count for shares in self.sections.values() for share in shares)
         return (rows,) if self.inputs is None else (rows, self.inputs.count)
 
     @property
@@ -61,10 +62,6 @@ class _Stack:
         shares = [share for shares in self.sections.values() for share in shares]
         return any(share.is_filled_up for share in [*shares, self.inputs or whole(1)])
 
-    def num_rows(self, name: str) -> int:
-        """This rank's rows from a tensor of the checkpoint."""
-        return sum(share.count for share in self.sections[name])
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor of the checkpoint."""
         rows = sum(share.total for share in self.sections[name])
@@ -72,10 +69,10 @@ class _Stack:
 
 
 class Parameters:
-    """Owns a model's tensors, by checkpoint name, until loading is done.
+    """Owns a model's tensors until loading is done.
 
     Layers register their tensors when they are built. Vectors are allocated at once; a matrix is
-    allocated when its first part is read, and is passed to its layer after the last part.
+    allocated when it is read, and is then passed to its layer.
     """
 
     def __init__(self, device: Device, quantize: str | None = None) -> None:
@@ -83,26 +80,18 @@ class Parameters:
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
-        self._stacks: dict[str, _Stack] = {}
+        self._stacks: list[_Stack] = []
         self._ignored: set[str] = set()
         self._kinds: Counter[str] = Counter()
         self._obstacles: list[str] = []
         self._after_load: list[Callable[[], None]] = []
 
-    def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is filled from the checkpoint's tensor `name`."""
-        rows, *inputs = shape
-        return self._add_tensor({name: [whole(rows)]}, whole(*inputs) if inputs else None)
-
-    def add_bias(self, sections: Sections) -> Tensor:
-        """This rank's part of a bias with these sections."""
-        return self._add_tensor(sections, None)
-
-    def _add_tensor(self, sections: Sections, inputs: Share | None) -> Tensor:
-        stack = _Stack(sections, inputs, inputs.count if inputs else 1, None, len(sections))
+    def add_vector(self, sections: Sections) -> Tensor:
+        """This rank's part of a norm or bias with these sections, to be filled."""
+        stack = _Stack(sections, inputs=None, num_kept=1, receive=None)
         stack.whole = self._make(stack, self.device.dtype)
         self.nbytes += stack.whole.nbytes
-        self._stacks.update(dict.fromkeys(sections, stack))
+        self._stacks.append(stack)
         return stack.whole
 
     def add_matrix(
@@ -122,8 +111,7 @@ class Parameters:
         read = inputs
         if reads_whole_rows:
             read = Share(inputs.total, 0, max(inputs.total, inputs.start + inputs.count))
-        stack = _Stack(sections, read, inputs.count, receive, len(sections), obstacle)
-        self._stacks.update(dict.fromkeys(sections, stack))
+        self._stacks.append(_Stack(sections, read, inputs.count, receive, obstacle))
 
     def _make(self, stack: _Stack, dtype: torch.dtype) -> Tensor:
         make = torch.zeros if stack.is_filled_up else torch.empty
@@ -139,13 +127,23 @@ class Parameters:
 
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
-        files = weight_files(directory)
+        names = {name for stack in self._stacks for name in stack.sections}
+        tensors = open_tensors(directory, names)
+        missing = sorted(names - tensors.keys())
+        unexpected = sorted(name for name in tensors.keys() - names if not self._ignores(name))
+        if missing or unexpected:
+            raise ModelError(_mismatch(directory, missing, unexpected))
         kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
         self.device.check_room(self._least_bytes(), kind)
-        total = len(self._stacks)
+        done, spoke = 0, time.monotonic()
         with self.device.weight_copies() as copies:
-            self._read(directory, files, copies)
-        logger.info("loading weights: %d of %d tensors", total, total)
+            for stack in self._stacks:
+                self._fill(stack, tensors, copies)
+                done += len(stack.sections)
+                if time.monotonic() - spoke > 2:
+                    spoke = time.monotonic()
+                    logger.info("loading weights: %d of %d tensors", done, len(names))
+        logger.info("loading weights: %d of %d tensors", done, done)
         self._stacks.clear()
         for action in self._after_load:
             action()
@@ -153,64 +151,44 @@ class Parameters:
         if self.quantize is not None:
             self._log_quantised()
 
-    def _read(self, directory: Path, files: Sequence[Path], copies: WeightCopies) -> None:
-        total, done, spoke = len(self._stacks), 0, time.monotonic()
-        missing = set(self._stacks)
-        unexpected: list[str] = []
-        for path in files:
-            for name, tensor in _tensors(path, missing):
-                if tensor is not None:
-                    self._fill(name, tensor, path, copies)
-                    missing.discard(name)
-                    done += 1
-                elif not self._is_ignored(name):
-                    unexpected.append(name)
-                if time.monotonic() - spoke > 2:
-                    spoke = time.monotonic()
-                    logger.info("loading weights: %d of %d tensors", done, total)
-        if missing or unexpected:
-            raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
-
     def _least_bytes(self) -> int:
         """A lower bound of the bytes of the loaded tensors: without scales, and as if every matrix
         could be quantized as requested."""
         bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
             self.quantize or "", self.device.dtype.itemsize * 8
         )
-        stacks = {id(stack): stack for stack in self._stacks.values()}.values()
-        matrices = [stack for stack in stacks if stack.receive is not None]
+        matrices = [stack for stack in self._stacks if stack.receive is not None]
         numbers = sum(stack.shape[0] * stack.num_kept for stack in matrices)
         return self.nbytes + numbers * bits // 8
 
-    def _fill(self, name: str, tensor: Tensor, path: Path, copies: WeightCopies) -> None:
-        stack = self._stacks[name]
-        shape = stack.shape_of(name)
-        if shape != tensor.shape:
-            raise ModelError(
-                f"{name} in {path.name} has the shape {list(tensor.shape)}, config.json asks for "
-                f"{list(shape)}; config.json and weights are not of the same model"
-            )
-        if stack.whole is None:
-            stack.whole = self._make(stack, copies.matrix_dtype or tensor.dtype)
-        first = 0
-        for other in stack.sections:
-            if other == name:
-                break
-            first += stack.num_rows(other)
-        for target, source in self._own_parts(stack, name, stack.whole[first:], tensor):
-            copies.copy(target, source)
-        stack.num_missing -= 1
-        if stack.receive is not None and not stack.num_missing:
-            found, stack.whole = stack.whole, None
-            copies.then(partial(self._give, name, stack, found))
+    def _fill(
+        self, stack: _Stack, tensors: Mapping[str, "StoredTensor"], copies: WeightCopies
+    ) -> None:
+        first, target = 0, stack.whole
+        for name, shares in stack.sections.items():
+            tensor, shape = tensors[name].read(), stack.shape_of(name)
+            if shape != tensor.shape:
+                raise ModelError(
+                    f"{name} in {tensors[name].path.name} has the shape {list(tensor.shape)}, "
+                    f"config.json asks for {list(shape)}; config.json and weights are not of the "
+                    "same model"
+                )
+            if target is None:
+                target = self._make(stack, copies.matrix_dtype or tensor.dtype)
+            for place, source in self._own_parts(stack, shares, target[first:], tensor):
+                copies.copy(place, source)
+            first += sum(share.count for share in shares)
+        if stack.receive is not None:
+            assert target is not None, "a matrix has a section"
+            copies.then(partial(self._give, stack, target))
 
     def _own_parts(
-        self, stack: _Stack, name: str, target: Tensor, tensor: Tensor
+        self, stack: _Stack, shares: Sequence[Share], target: Tensor, tensor: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(destination in `target`, source in `tensor`) of this rank's parts. Nothing else of the
         tensor is read."""
         first, offset = 0, 0
-        for share in stack.sections[name]:
+        for share in shares:
             rows = tensor[offset + share.start :][: share.num_real]
             place = target[first:][: share.num_real]
             if stack.inputs is not None and not stack.inputs.is_whole:
@@ -220,12 +198,13 @@ class Parameters:
                 yield place, rows
             first, offset = first + share.count, offset + share.total
 
-    def _give(self, name: str, stack: _Stack, found: Tensor) -> None:
+    def _give(self, stack: _Stack, found: Tensor) -> None:
         assert stack.receive is not None, "only matrices have a receiver"
         held = stack.receive(found)
         self.nbytes += held.nbytes
         self._kinds[held.kind] += 1
         if stack.obstacle:
+            *_, name = stack.sections
             self._obstacles.append(f"{name} is {held.kind} ({stack.obstacle})")
 
     def _log_quantised(self) -> None:
@@ -236,7 +215,7 @@ class Parameters:
             more = f", and so are {others} more" if others else ""
             logger.info("not %s: %s%s", self.quantize, self._obstacles[0], more)
 
-    def _is_ignored(self, name: str) -> bool:
+    def _ignores(self, name: str) -> bool:
         # Old checkpoints contain rotary frequencies, which are computed here instead.
         return name in self._ignored or name.endswith("rotary_emb.inv_freq")
 
@@ -252,35 +231,50 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor | None]]:
-    """The names in a file with their memory-mapped tensors, or None if not wanted. ModelError if
-    the file is not readable.
+class StoredTensor(NamedTuple):
+    """A tensor in an open file of the checkpoint."""
 
-    Adds `model.` to names if needed: it is missing in models saved without their head.
+    path: Path
+    file: Any
+    name: str
+
+    def read(self) -> Tensor:
+        """The memory-mapped tensor; ModelError if the file is not readable."""
+        with _readable(self.path):
+            tensor: Tensor = self.file.get_tensor(self.name)
+            return tensor
+
+
+def open_tensors(directory: Path, wanted: Collection[str] = ()) -> dict[str, StoredTensor]:
+    """All tensors by name; ModelError if a file is not readable.
+
+    Adds `model.` to names if these are wanted: it is missing in models saved without their head.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
+    names, found = {*wanted}, dict[str, StoredTensor]()
+    for path in weight_files(directory):
+        with _readable(path):
+            file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 full_name = f"model.{name}"
-                if name not in wanted and full_name in wanted:
-                    yield full_name, file.get_tensor(name)
-                else:
-                    yield name, file.get_tensor(name) if name in wanted else None
+                is_short = name not in names and full_name in names
+                found[full_name if is_short else name] = StoredTensor(path, file, name)
+    return found
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{path} is not a readable safetensors file ({error}); download it again"
         ) from error
 
 
-def tensor_names(directory: Path) -> set[str]:
-    """The names of all tensors; ModelError if a file is not readable."""
-    return {name for path in weight_files(directory) for name, _ in _tensors(path, ())}
-
-
 def is_headless(directory: Path) -> bool:
     """Whether the checkpoint has no head, like those of embedding models; ModelError if a file is
     not readable."""
-    names = tensor_names(directory)
+    names = open_tensors(directory)
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
@@ -288,15 +282,11 @@ def has_own_head(directory: Path) -> bool:
     """Whether the checkpoint has a head that differs from its embeddings; ModelError if a file is
     not readable."""
     names = "lm_head.weight", "model.embed_tokens.weight"
-    found = {
-        name: torch.split(tensor, _COMPARED_ROWS)
-        for path in weight_files(directory)
-        for name, tensor in _tensors(path, names)
-        if tensor is not None
-    }
-    if len(found) < len(names):
+    tensors = open_tensors(directory, names)
+    if not tensors.keys() >= {*names}:
         return False
-    pairs = zip_longest(*found.values(), fillvalue=torch.empty(0))
+    parts = (torch.split(tensors[name].read(), _COMPARED_ROWS) for name in names)
+    pairs = zip_longest(*parts, fillvalue=torch.empty(0))
     return not all(torch.equal(own.float(), other.float()) for own, other in pairs)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import NO_INTS, Ints, Tokens, Upload
 from text_generation_shard.device.forward import Attention, ForwardBatch, RowState, Scoring
-from text_generation_shard.parallel import Collectives
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Collectives, Rendezvous
 from text_generation_shard.sampling.sampler import Allowed, Choice, Scores, TokenHistory
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 

@@ -1,7 +1,7 @@
 """The engine's inputs as values."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from text_generation_process.sampling import SAMPLING, Sampling

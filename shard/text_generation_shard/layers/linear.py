@@ -18,7 +18,7 @@ class RMSNorm:
     def __init__(self, parameters: Parameters, name: str, size: int, eps: float) -> None:
         self._device, self._eps = parameters.device, eps
         self._size = size
-        self.weight = parameters.add(f"{name}.weight", (size,))
+        self.weight = parameters.add_vector({f"{name}.weight": [whole(size)]})
         """[size], float32 after loading."""
         parameters.after_load(self._widen)
 
@@ -68,7 +68,7 @@ class Linear:
         self.bias: Tensor | None = None
         if bias:
             named = {f"{name}.bias": shares for name, shares in outputs.items()}
-            self.bias = parameters.add_bias(named)
+            self.bias = parameters.add_vector(named)
         # A part has the form of the whole matrix.
         rows = sum(share.total for shares in outputs.values() for share in shares)
         form = self._device.quantized_form((rows, inputs.total), parameters.quantize)

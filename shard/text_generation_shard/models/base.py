@@ -27,22 +27,14 @@ class LanguageModel(base.Model, Protocol):
     def widest(self) -> int:
         """About the most numbers that a pass holds for a token at once, to estimate its memory."""
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether the cost of a token stops growing with its context."""
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether the model's own operators compute a row bit for bit independently of the other
-        rows."""
-
-    @property
-    def recompute_at(self) -> int | None:
-        """Length beyond which a row must be recomputed; None: never."""
-
-    @property
-    def prompt_scaled_at(self) -> int | None:
-        """Prompt length beyond which keys depend on the prompt's length; None: never."""
+    # Whether the cost of a token stops growing with its context.
+    has_windows: bool
+    # Whether the model's own operators compute a row bit for bit independently of the other rows.
+    is_deterministic: bool
+    # Length beyond which a row must be recomputed; None: never.
+    recompute_at: int | None
+    # Prompt length beyond which keys depend on the prompt's length; None: never.
+    prompt_scaled_at: int | None
 
     @property
     def state_bytes(self) -> int:

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -19,20 +18,12 @@ from text_generation_shard.parallel import World
 logger = logging.getLogger(__name__)
 
 
-class Chosen(NamedTuple):
-    """A model's configuration, and why transformers computes it; empty: our own code does."""
-
-    config: ModelConfig
-    reason: str
-
-
-def read_config(config: ShardConfig) -> Chosen:
+def read_config(config: ShardConfig) -> ModelConfig:
     """The configuration of the model; ModelError if it can not be served."""
     reason = "--model-impl asks for it"
     if config.model_impl != "transformers":
         try:
-            given = config.model_path, config.rope_scaling, config.rope_factor
-            return Chosen(LlamaConfig.from_hf(*given), "")
+            return LlamaConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
         except UnsupportedError as error:
             if config.model_impl == "native":
                 raise
@@ -43,17 +34,28 @@ def read_config(config: ShardConfig) -> Chosen:
     # Takes seconds to import.
     from text_generation_shard.models.hugging_face.config import read_config as read
 
-    return Chosen(read(config.model_path, config.trust_remote_code, config.world_size), reason)
+    return read(config.model_path, config.trust_remote_code, reason, config.world_size)
 
 
 def load_model(
-    directory: Path, chosen: Chosen, device: Device, world: World, quantize: str | None
+    directory: Path, config: ModelConfig, device: Device, world: World, quantize: str | None
 ) -> tuple[LanguageModel, int]:
     """The model and the bytes of its weights; ModelError if it can not be loaded."""
     try:
-        if isinstance(chosen.config, LlamaConfig):
-            return _load_native(directory, chosen.config, device, world, quantize)
-        return _load_transformers(directory, chosen, device, world, quantize)
+        if isinstance(config, LlamaConfig):
+            parameters = Parameters(device, quantize)
+            native = LlamaModel(parameters, world, _with_head(config, directory))
+            parameters.load(directory)
+            return native, parameters.nbytes
+        from text_generation_shard.models.hugging_face.check import check
+        from text_generation_shard.models.hugging_face.config import TransformersConfig
+        from text_generation_shard.models.hugging_face.model import TransformersModel
+
+        assert isinstance(config, TransformersConfig)
+        model = TransformersModel(directory, config, device, quantize, world)
+        check(model, device)
+        logger.info("%s", model.not_native)
+        return model, model.nbytes
     except torch.OutOfMemoryError as error:
         raise ModelError(
             "the weights do not fit into the memory of the GPU; use a smaller --dtype or "
@@ -61,37 +63,19 @@ def load_model(
         ) from error
 
 
-def _load_native(
-    directory: Path, config: LlamaConfig, device: Device, world: World, quantize: str | None
-) -> tuple[LanguageModel, int]:
+def _with_head(config: LlamaConfig, directory: Path) -> LlamaConfig:
+    """The configuration with `tie_word_embeddings` as the weights need it."""
     if not config.tie_word_embeddings and is_headless(directory):
         logger.warning(
             "the checkpoint has no lm_head.weight: it is an embedding model, and text that it "
             "generates is meaningless"
         )
-        config = replace(config, tie_word_embeddings=True)
-    elif config.tie_word_embeddings and has_own_head(directory):
+        return replace(config, tie_word_embeddings=True)
+    if config.tie_word_embeddings and has_own_head(directory):
         # As in transformers 5.
         logger.warning(
             "`tie_word_embeddings` is true, and lm_head.weight differs from the embeddings: it is "
             "used; set `tie_word_embeddings` to false in config.json"
         )
-        config = replace(config, tie_word_embeddings=False)
-    parameters = Parameters(device, quantize)
-    model = LlamaModel(parameters, world, config)
-    parameters.load(directory)
-    return model, parameters.nbytes
-
-
-def _load_transformers(
-    directory: Path, chosen: Chosen, device: Device, world: World, quantize: str | None
-) -> tuple[LanguageModel, int]:
-    from text_generation_shard.models.hugging_face.check import check
-    from text_generation_shard.models.hugging_face.config import TransformersConfig
-    from text_generation_shard.models.hugging_face.model import TransformersModel
-
-    assert isinstance(chosen.config, TransformersConfig)
-    model = TransformersModel(directory, chosen.config, device, quantize, chosen.reason, world)
-    check(model, device)
-    logger.info("%s", model.not_native)
-    return model, model.nbytes
+        return replace(config, tie_word_embeddings=False)
+    return config

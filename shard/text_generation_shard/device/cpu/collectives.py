@@ -14,7 +14,7 @@ from text_generation_shard.device.cpu import host
 from text_generation_shard.device.cpu.kernels import exchange
 from text_generation_shard.device.cpu.kernels.vector import tensor_address
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.rendezvous import JOIN_S, Rendezvous, try_out
+from text_generation_shard.parallel import JOIN_S, Rendezvous, try_out
 
 # Bytes of the launch's name at the start of the memory.
 _NAME_BYTES: Final = 32

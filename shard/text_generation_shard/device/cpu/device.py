@@ -23,8 +23,7 @@ from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
 from text_generation_shard.device.reference.linear import GatedMatrix
 from text_generation_shard.errors import ModelError
-from text_generation_shard.parallel import Collectives
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Collectives, Rendezvous
 
 logger = logging.getLogger(__name__)
 

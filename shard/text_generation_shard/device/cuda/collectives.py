@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.errors import RankError
-from text_generation_shard.rendezvous import Rendezvous, try_out
+from text_generation_shard.parallel import Rendezvous, try_out
 
 
 class NcclCollectives:

@@ -11,8 +11,7 @@ from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_copies, pinned_upload
 from text_generation_shard.errors import ModelError
-from text_generation_shard.parallel import Collectives
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Collectives, Rendezvous
 
 
 class CudaDevice(TritonDevice):

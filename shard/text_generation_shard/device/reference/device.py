@@ -19,8 +19,7 @@ from text_generation_shard.device.reference.linear import (
 )
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
-from text_generation_shard.parallel import Collectives
-from text_generation_shard.rendezvous import Rendezvous
+from text_generation_shard.parallel import Collectives, Rendezvous
 
 
 class PlainCopies:

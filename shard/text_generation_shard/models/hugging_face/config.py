@@ -37,6 +37,8 @@ _PARTS = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 class TransformersConfig(ModelConfig):
     """A model that transformers computes."""
 
+    # Why it is not computed by native code.
+    reason: str
     # transformers' own configuration, of the part that reads and writes text.
     text: Any
     # Its class in transformers, which loads the checkpoint.
@@ -54,7 +56,9 @@ class TransformersConfig(ModelConfig):
         return list(getattr(self.text, "layer_types", None) or [])
 
 
-def read_config(directory: Path, trusts_code: bool, world_size: int = 1) -> TransformersConfig:
+def read_config(
+    directory: Path, trusts_code: bool, reason: str, world_size: int = 1
+) -> TransformersConfig:
     """ModelError: transformers does not know the model, or it computes something that the cache or
     the batches here can not hold, or it can not be split among ranks."""
     fields = read_fields(directory)
@@ -78,6 +82,7 @@ def read_config(directory: Path, trusts_code: bool, world_size: int = 1) -> Tran
         eos_token_ids=end_ids,
         unused_ids=unused_ids,
         dtype=checkpoint_dtype(fields),
+        reason=reason,
         text=text,
         model_class=model_class,
         trusts_code=trusts_code,

@@ -23,7 +23,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from text_generation_shard.checkpoint.weights import tensor_names
+from text_generation_shard.checkpoint.weights import open_tensors
 from text_generation_shard.device.base import Device, Matrix
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig, refused
@@ -75,7 +75,7 @@ def load(
 ) -> Loaded:
     """ModelError: the weights are missing, do not fit, can not be split, or are not those of the
     configuration."""
-    tensor_names(directory)
+    open_tensors(directory)
     log: Any = transformers.utils.logging
     log.disable_progress_bar()
     log.set_verbosity_error()

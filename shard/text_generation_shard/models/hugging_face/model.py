@@ -59,14 +59,13 @@ class TransformersModel:
         config: TransformersConfig,
         device: Device,
         quantize: str | None,
-        reason: str,
         world: World,
     ) -> None:
         """ModelError: the checkpoint can not be loaded, or not be served."""
         self.config: TransformersConfig = config
         self.not_native = (
-            f"transformers {transformers.__version__} computes this model, because {reason}; "
-            "--rope-scaling and CUDA graphs are not supported with it"
+            f"transformers {transformers.__version__} computes this model, because "
+            f"{config.reason}; --rope-scaling and CUDA graphs are not supported with it"
         )
         self._interface = Interface()
         loaded = load(directory, config, device, quantize, self._interface.name, world)
