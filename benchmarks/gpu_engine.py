@@ -16,7 +16,7 @@ from gpu_timing import MODELS, TINY_MODELS, Bench, Limits, Model
 from make_checkpoint import Shape, config_of, write_tokenizer
 from text_generation_process.sampling import Sampling
 from text_generation_shard.checkpoint.config import LlamaConfig
-from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.checkpoint.weights import Parameters, Stack, StoredTensor
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import PlainCopies
@@ -31,6 +31,7 @@ from text_generation_shard.grammars.grammar import (
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
+from torch import Tensor
 
 # Standard deviation of the weights, the initialisation of large models.
 _WEIGHT_STD = 0.02
@@ -115,19 +116,35 @@ class RandomParameters(Parameters):
 
     def load(self, directory: Path) -> None:
         """Reads no file."""
-        generator = torch.Generator(self.device.torch_device).manual_seed(0)
-        for name, stack in list(self._stacks.items()):
-            shape, where = stack.shape_of(name), self.device.torch_device
-            values = torch.empty(shape, dtype=self.device.dtype, device=where)
-            if stack.receive is None:
-                values.fill_(1.0)
-            else:
-                values.normal_(0.0, _WEIGHT_STD, generator=generator)
-            self._fill(name, values, directory, PlainCopies())
+        where = self.device.torch_device
+        generator = torch.Generator(where).manual_seed(0)
+
+        def values(stack: Stack, name: str) -> Tensor:
+            found = torch.ones(stack.shape_of(name), dtype=self.device.dtype, device=where)
+            if stack.receive is not None:
+                found.normal_(0.0, _WEIGHT_STD, generator=generator)
+            return found
+
+        for stack in self._stacks:
+            made = {
+                name: StoredTensor(directory, _Made(values(stack, name)), name)
+                for name in stack.sections
+            }
+            self._fill(stack, made, PlainCopies())
         self._stacks.clear()
         for action in self._after_load:
             action()
         self._after_load.clear()
+
+
+class _Made(NamedTuple):
+    """Stands for an open file that holds one tensor."""
+
+    tensor: Tensor
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Whatever its name is."""
+        return self.tensor
 
 
 def open_for(bench: Bench, dtype: str, graphs: Sequence[int] | None) -> Device:

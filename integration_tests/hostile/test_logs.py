@@ -90,7 +90,9 @@ def test_nobody_reads_and_then_somebody_does(tiny_model_path: Path) -> None:
         reading.join(20)
     records = [json.loads(line) for line in b"".join(parts).splitlines()]
     messages = [record["message"] for record in records]
-    lost = [int(found[1]) for m in messages if (found := re.match(r"lines dropped here.* (\d+)$", m))]
+    lost = [
+        int(found[1]) for m in messages if (found := re.match(r"lines dropped here.* (\d+)$", m))
+    ]
     refused = sum("must be strictly positive" in message for message in messages)
     assert lost and refused + sum(lost) >= MORE_THAN_IS_KEPT // CLIENTS * CLIENTS
     assert any("received SIGTERM: stopping" in message for message in messages)

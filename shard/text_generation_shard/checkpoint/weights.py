@@ -35,7 +35,7 @@ Receive = Callable[[Tensor], Matrix | EmbeddingTable]
 
 
 @dataclass(slots=True)
-class _Stack:
+class Stack:
     """One tensor of this rank, stacked from several of the checkpoint."""
 
     sections: Sections
@@ -80,7 +80,7 @@ class Parameters:
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
-        self._stacks: list[_Stack] = []
+        self._stacks: list[Stack] = []
         self._ignored: set[str] = set()
         self._kinds: Counter[str] = Counter()
         self._obstacles: list[str] = []
@@ -88,7 +88,7 @@ class Parameters:
 
     def add_vector(self, sections: Sections) -> Tensor:
         """This rank's part of a norm or bias with these sections, to be filled."""
-        stack = _Stack(sections, inputs=None, num_kept=1, receive=None)
+        stack = Stack(sections, inputs=None, num_kept=1, receive=None)
         stack.whole = self._make(stack, self.device.dtype)
         self.nbytes += stack.whole.nbytes
         self._stacks.append(stack)
@@ -111,9 +111,9 @@ class Parameters:
         read = inputs
         if reads_whole_rows:
             read = Share(inputs.total, 0, max(inputs.total, inputs.start + inputs.count))
-        self._stacks.append(_Stack(sections, read, inputs.count, receive, obstacle))
+        self._stacks.append(Stack(sections, read, inputs.count, receive, obstacle))
 
-    def _make(self, stack: _Stack, dtype: torch.dtype) -> Tensor:
+    def _make(self, stack: Stack, dtype: torch.dtype) -> Tensor:
         make = torch.zeros if stack.is_filled_up else torch.empty
         return make(stack.shape, dtype=dtype, device=self.device.torch_device)
 
@@ -162,7 +162,7 @@ class Parameters:
         return self.nbytes + numbers * bits // 8
 
     def _fill(
-        self, stack: _Stack, tensors: Mapping[str, "StoredTensor"], copies: WeightCopies
+        self, stack: Stack, tensors: Mapping[str, "StoredTensor"], copies: WeightCopies
     ) -> None:
         first, target = 0, stack.whole
         for name, shares in stack.sections.items():
@@ -183,7 +183,7 @@ class Parameters:
             copies.then(partial(self._give, stack, target))
 
     def _own_parts(
-        self, stack: _Stack, shares: Sequence[Share], target: Tensor, tensor: Tensor
+        self, stack: Stack, shares: Sequence[Share], target: Tensor, tensor: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(destination in `target`, source in `tensor`) of this rank's parts. Nothing else of the
         tensor is read."""
@@ -198,7 +198,7 @@ class Parameters:
                 yield place, rows
             first, offset = first + share.count, offset + share.total
 
-    def _give(self, stack: _Stack, found: Tensor) -> None:
+    def _give(self, stack: Stack, found: Tensor) -> None:
         assert stack.receive is not None, "only matrices have a receiver"
         held = stack.receive(found)
         self.nbytes += held.nbytes
