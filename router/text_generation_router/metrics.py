@@ -7,7 +7,6 @@ adds `…_created`, so that TGI's dashboards would not find them.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,17 +16,11 @@ _QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 _DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """The one label of a metric, and all its values; without values the family has no series."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-_NO_LABEL = Label("", ("",))
-_METHOD = Label("method", ("prefill", "decode"))
-_ERR = Label(
+# The name of the one label of a metric, and all its values; without values it has no series.
+Label = tuple[str, tuple[str, ...]]
+_NO_LABEL: Label = ("", ("",))
+_METHOD: Label = ("method", ("prefill", "decode"))
+_ERR: Label = (
     "err",
     (
         *("overloaded", "validation", "generation", "incomplete", "dropped", "template"),
@@ -35,12 +28,12 @@ _ERR = Label(
     ),
 )
 # TGI's label for the time of a join, in any call.
-_JOINING = Label("method", ("decode",))
-_KEY_LIMIT = Label("reason", ("requests", "tokens"))
-_PROCESS = Label("process", ("shard", "router"))
-_REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
+_JOINING: Label = ("method", ("decode",))
+_KEY_LIMIT: Label = ("reason", ("requests", "tokens"))
+_PROCESS: Label = ("process", ("shard", "router"))
+_REASON: Label = ("reason", ("backpressure", "wait_exceeded", "chunking"))
 # Why a connection was refused or closed; see connection.py.
-_REFUSED = Label(
+_REFUSED: Label = (
     "reason",
     (
         *("malformed", "head_size", "head_time", "silent", "body_rate"),
@@ -59,7 +52,7 @@ class _Metric:
 
     def __init__(self, description: str, label: Label = _NO_LABEL) -> None:
         self._description = description
-        self._label = label.name
+        self._label, self._values = label
 
     def render(self) -> Iterator[str]:
         """The family in Prometheus' text format, line by line."""
@@ -84,7 +77,7 @@ class Counter(_Metric):
 
     def __init__(self, description: str, label: Label = _NO_LABEL) -> None:
         super().__init__(description, label)
-        self._totals = dict.fromkeys(label.values, 0)
+        self._totals = dict.fromkeys(self._values, 0)
 
     def inc(self, amount: int = 1, **labels: str) -> None:
         """Adds `amount` to the series of the given label value."""
@@ -131,8 +124,8 @@ class Histogram(_Metric):
         super().__init__(description, label)
         self._bounds = tuple(bounds)
         # One more than there are bounds.
-        self._counts = {value: [0] * (len(bounds) + 1) for value in label.values}
-        self._sums = dict.fromkeys(label.values, 0.0)
+        self._counts = {value: [0] * (len(bounds) + 1) for value in self._values}
+        self._sums = dict.fromkeys(self._values, 0.0)
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
@@ -264,7 +257,7 @@ class Metrics:
         self.batch_filter_duration = _duration("Delivering a step and dropping ended rows", _METHOD)
         self.batch_concat_duration = _duration("Joining new requests to a batch", _JOINING)
         # With one shard the series would only repeat the step's duration.
-        ranks = Label("rank", tuple(map(str, range(num_shards))) if num_shards > 1 else ())
+        ranks = ("rank", tuple(map(str, range(num_shards))) if num_shards > 1 else ())
         self.batch_shard_duration = _duration("A step as each shard of several sees it", ranks)
         self.kv_blocks_used = Gauge("KV blocks held by requests")
         self.kv_blocks_free = Gauge("KV blocks that can be allocated")

@@ -246,6 +246,22 @@ async def test_grammars_wait() -> None:
         assert (await asked).min_tokens == 3
 
 
+async def test_a_grammar_ends_with_the_router() -> None:
+    for is_lost in (False, True):
+        async with world() as w:
+            if is_lost:
+                w.may_come.clear()
+                w.lose()
+                await until(lambda: w.shards.is_down)
+            else:
+                w.lives[0].compile_grammar = lambda *_: asyncio.Event().wait()
+            asked = asyncio.create_task(w.shards.compile_grammar("abc", 60.0))
+            await asyncio.sleep(0)
+            await w.shards.close()
+            with pytest.raises(UnhealthyError):
+                await asked
+
+
 async def test_time_passes_while_they_are_awaited() -> None:
     async with world(max_batch_size=1) as w:
         ran, waits, waiting_reason = (w.submit((n,), 20) for n in range(3))

@@ -255,7 +255,8 @@ class WatchedShards:
 
     async def close(self) -> None:
         """Ends all tasks and closes the connection. Nothing can be called any more."""
-        self._shards = None
+        self._shards, self.verdict = None, self.verdict or self.error
+        self._is_settled.set()
         self._end_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._connection.close()
