@@ -282,7 +282,15 @@ class FakeShards:
         is_long = self.recompute_at is not None and len(ids) > self.recompute_at
         self.requests.append(entry.request)
         row = Row(
-            *(entry.request, ids, table, num_cached, num_cached, len(ids), [], is_new, is_long),
+            request=entry.request,
+            ids=ids,
+            table=table,
+            num_computed=num_cached,
+            num_cached=num_cached,
+            num_inputs=len(ids),
+            path=[],
+            owes_prompt=is_new,
+            is_long=is_long,
             stores=dict(entry.stores),
         )
         self._extend_path(row)

@@ -20,26 +20,16 @@ _DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 Label = tuple[str, tuple[str, ...]]
 _NO_LABEL: Label = ("", ("",))
 _METHOD: Label = ("method", ("prefill", "decode"))
-_ERR: Label = (
-    "err",
-    (
-        *("overloaded", "validation", "generation", "incomplete", "dropped", "template"),
-        *("timeout", "queue_wait"),
-    ),
-)
+_ERRORS = "overloaded validation generation incomplete dropped template timeout queue_wait"
+_ERR: Label = ("err", tuple(_ERRORS.split()))
 # TGI's label for the time of a join, in any call.
 _JOINING: Label = ("method", ("decode",))
 _KEY_LIMIT: Label = ("reason", ("requests", "tokens"))
 _PROCESS: Label = ("process", ("shard", "router"))
 _REASON: Label = ("reason", ("backpressure", "wait_exceeded", "chunking"))
 # Why a connection was refused or closed; see connection.py.
-_REFUSED: Label = (
-    "reason",
-    (
-        *("malformed", "head_size", "head_time", "silent", "body_rate"),
-        *("bodies", "leftover", "pipelined", "unread"),
-    ),
-)
+_REFUSALS = "malformed head_size head_time silent body_rate bodies leftover pipelined unread"
+_REFUSED: Label = ("reason", tuple(_REFUSALS.split()))
 
 
 class _Metric:

@@ -171,7 +171,9 @@ def _submit(
     stops = (stop,) if stop else ()
     requests = [
         make_request(
-            *(prompt, length, *stops),
+            prompt,
+            length,
+            *stops,
             prefill_logprobs=asks and not place,
             cache_salt=salt,
             priority=priority,
