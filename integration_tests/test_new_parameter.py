@@ -64,7 +64,6 @@ from pathlib import Path
 
 import pytest, torch
 from pydantic import ValidationError as TypesError
-from router.tests.client import test_translate as translated
 from router.tests.serving import write_tokenizer
 from router.tests.test_validation import LIMITS, NO_GRAMMARS
 from shard.tests.device.cuda.kernels import test_choice as cuda
@@ -74,13 +73,11 @@ from text_generation_proto import pb
 from text_generation_router import SamplingParams
 from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
 from text_generation_router.api.tgi.schemas import GenerateRequest
-from text_generation_router.client import translate
 from text_generation_router.errors import ValidationError
 from text_generation_router.metrics import Metrics
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Validation
 from text_generation_shard.device.cpu import runner
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.sampling import sampler
 
 folder, gap = Path(sys.argv[1]), {"largest_gap": 1.5}
@@ -108,11 +105,9 @@ with pytest.raises(ValidationError, match="`largest_gap` must be > 0.0 and < 100
     asyncio.run(validation.validate(wrong))
 
 # It goes to the shards …
-entry = translated.make_entry()
-entry.request = replace(entry.request, sampling=Sampling(**gap))
-[sent] = translate.to_prefill(translated.make_prefill(entry), 3, None, "", 1).batch.requests
-received = NewRequest.of(pb.Request.FromString(sent.SerializeToString()), None)
-assert received.sampling == Sampling(**gap)
+sent = pb.NextTokenChooserParameters(**Sampling(**gap).to_wire()).SerializeToString()
+received = Sampling.from_wire(pb.NextTokenChooserParameters.FromString(sent))
+assert received == Sampling(**gap)
 
 # … and acts on every device, as the min_p that it is the logarithm of.
 scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
@@ -120,7 +115,7 @@ same, plain = Sampling(min_p=math.exp(-1.5)), Sampling(do_sample=True)
 for sample in (sampler.sample, runner.sample, cuda.own):
     kept, wanted, all_kept = (
         torch.as_tensor(choose(scores, [params] * 4, sample=sample).scores).isfinite()
-        for params in (received.sampling, same, plain)
+        for params in (received, same, plain)
     )
     assert torch.equal(kept, wanted) and all_kept.all() and not kept.all(), sample
 print("it acts")

@@ -8,7 +8,7 @@ test compares the message NextTokenChooserParameters with it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class FinishReason(Enum):
@@ -148,6 +148,20 @@ class Sampling(SamplingNumbers):
     seed: int = 0
     watermark: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_wire(cls, message: Any) -> Self:
+        """Of NextTokenChooserParameters. Raises ValueError if parallel fields differ in length."""
+        bias = zip(message.logit_bias_ids, message.logit_bias_values, strict=True)
+        values = {name: getattr(message, name) for name in SAMPLING if name != "logit_bias"}
+        return cls(**values, logit_bias=tuple(bias))
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields of NextTokenChooserParameters."""
+        values = {name: getattr(self, name) for name in SAMPLING if name != "logit_bias"}
+        values["logit_bias_ids"] = [token_id for token_id, _ in self.logit_bias]
+        values["logit_bias_values"] = [bias for _, bias in self.logit_bias]
+        return values
 
     @property
     def is_sampling(self) -> bool:

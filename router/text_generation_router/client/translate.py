@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from text_generation_process.sampling import SAMPLING, FinishReason, Pooling
+from text_generation_process.sampling import FinishReason, Pooling
 from text_generation_proto import pb
 
 from text_generation_router.scheduler.entry import Entry
@@ -18,8 +18,6 @@ _FINISH_REASONS = {
 }
 _POOLINGS: dict[Pooling | None, pb.Pooling] = {None: pb.POOLING_NONE}
 _POOLINGS |= {own: getattr(pb, f"POOLING_{own.name}") for own in Pooling}
-# Fields with the same name in NextTokenChooserParameters.
-_SAMPLING = tuple(name for name in SAMPLING if name != "logit_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +65,14 @@ class WarmupResult:
 
 def _to_request(entry: Entry) -> pb.Request:
     assert entry.block_table is not None
-    request, sampling, asked = entry.request, entry.request.sampling, entry.request.asked
+    request, asked = entry.request, entry.request.asked
     return pb.Request(
         id=entry.id,
         input_ids=entry.input_ids,
         num_prompt_tokens=len(request.input_ids),
         num_cached_tokens=entry.num_cached_tokens,
         block_table=entry.block_table,
-        parameters=pb.NextTokenChooserParameters(
-            **{name: getattr(sampling, name) for name in _SAMPLING},
-            logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
-            logit_bias_values=[bias for _, bias in sampling.logit_bias],
-        ),
+        parameters=pb.NextTokenChooserParameters(**request.sampling.to_wire()),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=request.max_new_tokens,
             min_new_tokens=asked.min_new_tokens or 0,

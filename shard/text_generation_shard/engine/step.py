@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from text_generation_process.sampling import SAMPLING, Sampling
+from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import Constraint
-
-# The sampling parameters that have the same form in a message.
-_SAMPLING = tuple(name for name in SAMPLING if name != "logit_bias")
 
 
 class Costs(NamedTuple):
@@ -56,9 +53,7 @@ class NewRequest:
     def of(cls, message: pb.Request, grammar: Grammar | None) -> "NewRequest":
         """A request of a Prefill; `grammar`: the compiled form of its grammar. ValueError if
         parallel fields differ in length."""
-        chooser, stopping = message.parameters, message.stopping_parameters
-        bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
-        values = {name: getattr(chooser, name) for name in _SAMPLING}
+        stopping = message.stopping_parameters
         stores = zip(message.snapshot_positions, message.snapshot_places, strict=True)
         return cls(
             id=message.id,
@@ -66,7 +61,7 @@ class NewRequest:
             num_prompt_tokens=message.num_prompt_tokens,
             num_cached_tokens=message.num_cached_tokens,
             block_table=list(message.block_table),
-            sampling=Sampling(**values, logit_bias=tuple(bias)),
+            sampling=Sampling.from_wire(message.parameters),
             max_new_tokens=stopping.max_new_tokens,
             min_new_tokens=stopping.min_new_tokens,
             ignore_eos_token=stopping.ignore_eos_token,
