@@ -7,8 +7,6 @@ server's own.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -45,6 +43,8 @@ from text_generation_router.validation import GenerateParameters
 # What vLLM takes by default; OpenAI's own limit for the tokens of an answer is the same.
 MOST_PROMPT_LOGPROBS = 20
 _MAX_REQUEST_ID = 128
+# Field of `structured_outputs` → form, as in the names of the others.
+_FORMS = {"json_": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -59,31 +59,27 @@ def _not_blank(choices: list[str]) -> list[str]:
 Choices = Annotated[Items[str], AfterValidator(_not_blank)]
 
 
-def _choice_grammar(choices: Sequence[str]) -> Grammar:
-    """One terminal, so that a choice may begin with another one."""
-    quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return Grammar("lark", f"start: CHOICE\nCHOICE: {quoted}")
-
-
-def _written_grammar(source: str) -> Grammar:
-    return Grammar("gbnf" if "::=" in source else "lark", source)
-
-
-# How a value of `structured_outputs`, or of the `guided` field of that name, says the form.
-_FORMS: dict[str, Callable[[Any], Grammar]] = {
-    "json": schema_grammar,
-    "regex": partial(Grammar, "regex"),
-    "choice": _choice_grammar,
-    "grammar": _written_grammar,
-}
-
-
 def _grammar_of(name: str, given: Any) -> Grammar | None:
-    """What a field asks for: one of `_GUIDED`, or `response_format`."""
-    if isinstance(given, StructuredOutputsBody):
-        return given.to_grammar()
-    form = _FORMS.get(name.removeprefix("guided_"))
-    return grammar_of(given) if given is None or form is None else form(given)
+    """What a field asks for: one of `_GUIDED`, one of `_FORMS`, or `response_format`."""
+    if given is None:
+        return None
+    match name.removeprefix("guided_"):
+        case "json":
+            return schema_grammar(given)
+        case "regex":
+            return Grammar("regex", given)
+        case "choice":
+            # One terminal, so that a choice may begin with another one.
+            quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in given)
+            return Grammar("lark", f"start: CHOICE\nCHOICE: {quoted}")
+        case "grammar":
+            return Grammar("gbnf" if "::=" in given else "lark", given)
+        case "structured_outputs":
+            forms = (_grammar_of(form, getattr(given, field)) for field, form in _FORMS.items())
+            any_object = schema_grammar(ANY_OBJECT) if given.json_object else None
+            return next(filter(None, forms), any_object)
+        case _:
+            return grammar_of(given)
 
 
 def _not_to_nothing(given: int) -> int:
@@ -120,17 +116,10 @@ class StructuredOutputsBody(Body):
     @classmethod
     def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
         if given is not None and given is not False:
-            names = ("json_", "regex", "choice", "grammar")
-            other = next((name for name in names if info.data.get(name) is not None), None)
-            if other is not None:
-                raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
+            for field, form in _FORMS.items():
+                if info.data.get(field) is not None:
+                    raise ValueError(f"must not be given together with `{form}`")
         return given
-
-    def to_grammar(self) -> Grammar | None:
-        """The same without pydantic; None: nothing is asked for."""
-        asked = map(_grammar_of, _FORMS, (self.json_, self.regex, self.choice, self.grammar))
-        any_object = schema_grammar(ANY_OBJECT) if self.json_object else None
-        return next(filter(None, asked), any_object)
 
 
 class StreamOptions(Body):
