@@ -15,7 +15,7 @@ from text_generation_shard.errors import ModelError
 from integration_tests.checkpoints import write_checkpoint
 from integration_tests.oracle import Oracle
 from shard.tests.driver import Driver, load_engine
-from shard.tests.engine.test_pooled_outputs import hidden_of
+from shard.tests.engine.test_prompt_outputs import hidden_of
 
 IDS = list(range(3, 40))
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from text_generation_router.api import sse
-from text_generation_router.api.anthropic.messages import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.api.errors import end_as_anthropic
 from text_generation_router.errors import ContextLengthError
@@ -243,7 +242,7 @@ async def test_errors_of_the_framework(tmp_path: Path) -> None:
 
 
 def conversation(**body: Any) -> Any:
-    return conversation_of(MessagesRequest.model_validate(BODY | body))
+    return MessagesRequest.model_validate(BODY | body).to_conversation()
 
 
 def test_messages() -> None:
@@ -340,4 +339,4 @@ def test_thinking_is_told_to_the_template() -> None:
     asked = conversation(thinking={"type": "adaptive"})
     assert asked.template_kwargs == {"enable_thinking": True}
     body = CountTokensRequest.model_validate({"model": "m", "messages": BODY["messages"]})
-    assert conversation_of(body).parameters.max_new_tokens is None
+    assert body.to_conversation().parameters.max_new_tokens is None

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.request import Grammar
 
@@ -127,7 +126,7 @@ async def test_refusals(
 
 
 def conversation(**body: Any) -> Any:
-    return conversation_of(ResponsesRequest.model_validate({"input": "hi"} | body))
+    return ResponsesRequest.model_validate({"input": "hi"} | body).to_conversation()
 
 
 def test_system_messages_in_front_are_one() -> None:

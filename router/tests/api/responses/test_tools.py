@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.responses import InputReader
 from text_generation_router.api.responses.schemas import ResponsesRequest
 
@@ -83,7 +82,7 @@ async def answer(server: Server, **body: Any) -> tuple[dict[str, Any], list[dict
 
 
 def conversation(**body: Any) -> Any:
-    return conversation_of(ResponsesRequest.model_validate(CODEX | body))
+    return ResponsesRequest.model_validate(CODEX | body).to_conversation()
 
 
 async def test_a_function_of_a_namespace_is_called_and_answered(tmp_path: Path) -> None:

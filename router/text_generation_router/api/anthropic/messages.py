@@ -3,7 +3,7 @@ asks for, as a conversation, and its answer."""
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,29 +12,13 @@ from fastapi import Response
 
 from text_generation_router.api import sse
 from text_generation_router.api.answers import json_response, make_id
-from text_generation_router.api.anthropic.schemas import (
-    ContentBlock,
-    CountTokensRequest,
-    DocumentBlock,
-    ForcedToolChoice,
-    MessageParam,
-    MessagesRequest,
-    RedactedThinkingBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-    text_of,
-)
+from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.api.chat_run import ChatRun, Json
 from text_generation_router.api.errors import STATUSES, end_as_anthropic
-from text_generation_router.api.fields import schema_grammar, warning
+from text_generation_router.api.fields import warning
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.sse import named_events
-from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
-from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.parser import (
     ContentDelta,
     ReasoningDelta,
@@ -42,96 +26,9 @@ from text_generation_router.chat.parser import (
     ToolCallStart,
 )
 from text_generation_router.chat.service import ChatGeneration, ChatStep
-from text_generation_router.fields import drawing
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
-from text_generation_router.validation import GenerateParameters
-
-# Anthropic documents no limit; each stop sequence costs time at every token.
-_MOST_STOPS = 128
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-def conversation_of(body: CountTokensRequest) -> Conversation:
-    """The conversation that the request carries on; one that only counts has no parameters."""
-    choice = body.tool_choice or ToolChoice(type="auto")
-    return Conversation(
-        messages=tuple(_messages(body)),
-        tools=tuple(
-            ToolSpec(tool.name, tool.description, tool.input_schema, tool.strict)
-            for tool in body.tools
-        ),
-        tool_choice=choice.name if isinstance(choice, ForcedToolChoice) else _CHOICES[choice.type],
-        may_be_rewritten=True,
-        parallel_tool_calls=not choice.disable_parallel_tool_use,
-        template_kwargs={}
-        if body.thinking is None
-        else {"enable_thinking": body.thinking.type != "disabled"},
-        parameters=_parameters(body)
-        if isinstance(body, MessagesRequest)
-        else GenerateParameters(inputs=""),
-    )
-
-
-def _parameters(body: MessagesRequest) -> GenerateParameters:
-    form = body.text_format
-    return GenerateParameters(
-        inputs="",
-        sampling=drawing(body),
-        max_new_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences),
-        most_stop_sequences=_MOST_STOPS,
-        grammar=None if form is None else schema_grammar(form.schema_),
-        deterministic=bool(body.deterministic),
-        cache_salt=body.cache_salt,
-    )
-
-
-def _messages(body: CountTokensRequest) -> Iterator[Mapping[str, Any]]:
-    """The messages; turns of the user's that follow each other are one, as templates want it."""
-    if body.system is not None:
-        yield {"role": "system", "content": text_of(body.system)}
-    made = with_names(message for param in body.messages for message in _split(param))
-    if not made:  # nothing but redacted thoughts
-        made = (_message(body.messages[-1].role, []),)
-    yield from joined(made, "user")
-
-
-def _split(param: MessageParam) -> Iterator[Json]:
-    """A message of Anthropic's as messages of which each tool's result is one of its own."""
-    if isinstance(param.content, str):
-        yield {"role": param.role, "content": param.content}
-        return
-    for block in param.content:
-        if isinstance(block, ToolResultBlock):
-            yield _result(block)
-    apart = (ToolResultBlock, RedactedThinkingBlock)
-    others = [block for block in param.content if not isinstance(block, apart)]
-    if others or not param.content:
-        yield _message(param.role, others)
-
-
-def _message(role: str, blocks: Sequence[ContentBlock]) -> Json:
-    message: Json = {
-        "role": role,
-        "content": text_of(
-            [block for block in blocks if isinstance(block, TextBlock | DocumentBlock)]
-        ),
-    }
-    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
-        message["reasoning_content"] = "".join(thoughts)
-    if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
-        message["tool_calls"] = [tool_call(use.id, use.name, use.input) for use in uses]
-    return message
-
-
-def _result(block: ToolResultBlock) -> Json:
-    """Templates have no place for `is_error`, so the text says it."""
-    text = text_of(block.content)
-    content = f"Error: {text}" if block.is_error else text
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-
 
 # Clients drop thinking without a signature from the history. In base64, as Anthropic's are.
 _SIGNATURE = b64encode(b"not signed: this server does not check thinking").decode()
@@ -148,7 +45,7 @@ class MessageRun(ChatRun):
     """Answers one request. Owns the blocks of the message, at most the last of them open."""
 
     def __init__(self, body: MessagesRequest, services: Services) -> None:
-        super().__init__(conversation_of(body), body.stream, services)
+        super().__init__(body.to_conversation(), body.stream, services)
         self._blocks: list[Json] = []
         self._pieces: list[str] = []
         self._is_open = False
@@ -297,6 +194,6 @@ async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -
     """The length of the prompt, counted as /v1/messages counts it."""
     check_model(body.model, services)
     with services.infer.admitted(1, services.options):
-        prompt = await services.chat.render(conversation_of(body))
+        prompt = await services.chat.render(body.to_conversation())
         tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False)
     return json_response({"input_tokens": len(tokens)})

@@ -1,13 +1,15 @@
-"""Anthropic's Messages bodies. Described here is only what is this server's own. What is not served
-is refused by name, never ignored."""
+"""Anthropic's Messages bodies, and the conversations that they carry on. Described here is only
+what is this server's own. What is not served is refused by name, never ignored."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from text_generation_router.api.errors import BLOCK_TYPE
-from text_generation_router.api.fields import DETERMINISTIC, IGNORED, Hint
+from text_generation_router.api.fields import DETERMINISTIC, IGNORED, Hint, schema_grammar
+from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
+from text_generation_router.chat.format import ToolSpec
 from text_generation_router.fields import (
     NOT_SUPPORTED,
     Body,
@@ -17,9 +19,16 @@ from text_generation_router.fields import (
     Items,
     Refused,
     ToolName,
+    drawing,
     optional,
     refuses,
 )
+from text_generation_router.validation import GenerateParameters
+
+Json = dict[str, Any]
+# Anthropic documents no limit; each stop sequence costs time at every token.
+_MOST_STOPS = 128
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class TextBlock(Body):
@@ -122,6 +131,12 @@ class ToolResultBlock(Body):
     content: str | Items[_ResultBlock] = ""
     is_error: bool = False
 
+    def to_message(self) -> Json:
+        """The message. Templates have no place for `is_error`, so the text says it."""
+        text = text_of(self.content)
+        content = f"Error: {text}" if self.is_error else text
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+
 
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
@@ -144,6 +159,27 @@ class MessageParam(Body):
 
     role: Literal["user", "assistant", "system"]
     content: str | Items[ContentBlock]
+
+    def to_messages(self) -> Iterator[Json]:
+        """The messages, of which each tool's result is one of its own."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        yield from (b.to_message() for b in self.content if isinstance(b, ToolResultBlock))
+        apart = (ToolResultBlock, RedactedThinkingBlock)
+        others = [block for block in self.content if not isinstance(block, apart)]
+        if others or not self.content:
+            yield _message(self.role, others)
+
+
+def _message(role: str, blocks: Sequence[ContentBlock]) -> Json:
+    said = [block for block in blocks if isinstance(block, TextBlock | DocumentBlock)]
+    message: Json = {"role": role, "content": text_of(said)}
+    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = "".join(thoughts)
+    if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = [tool_call(use.id, use.name, use.input) for use in uses]
+    return message
 
 
 class Tool(Body):
@@ -225,11 +261,37 @@ class CountTokensRequest(Body):
             )
         return given
 
-    @property
-    def text_format(self) -> JsonOutputFormat | None:
-        """The form of the text, from either place."""
-        newer = None if self.output_config is None else self.output_config.format
-        return newer or self.output_format
+    def to_conversation(self) -> Conversation:
+        """The conversation that the request carries on."""
+        choice = self.tool_choice or ToolChoice(type="auto")
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        return Conversation(
+            messages=tuple(self._messages()),
+            tools=tuple(
+                ToolSpec(tool.name, tool.description, tool.input_schema, tool.strict)
+                for tool in self.tools
+            ),
+            tool_choice=choice.name
+            if isinstance(choice, ForcedToolChoice)
+            else _CHOICES[choice.type],
+            may_be_rewritten=True,
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            template_kwargs={} if thinks is None else {"enable_thinking": thinks},
+            parameters=self.to_parameters(),
+        )
+
+    def to_parameters(self) -> GenerateParameters:
+        """How to generate; where tokens are only counted, nothing is."""
+        return GenerateParameters(inputs="")
+
+    def _messages(self) -> Iterator[Mapping[str, Any]]:
+        """Turns of the user's that follow each other are one, as templates want it."""
+        if self.system is not None:
+            yield {"role": "system", "content": text_of(self.system)}
+        made = with_names(message for param in self.messages for message in param.to_messages())
+        if not made:  # nothing but redacted thoughts
+            made = (_message(self.messages[-1].role, []),)
+        yield from joined(made, "user")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -243,3 +305,18 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     deterministic: bool | None = optional(DETERMINISTIC)
     cache_salt: CacheSalt | None = None
+
+    def to_parameters(self) -> GenerateParameters:
+        """How to generate; the form of the text comes from either place."""
+        newer = None if self.output_config is None else self.output_config.format
+        form = newer or self.output_format
+        return GenerateParameters(
+            inputs="",
+            sampling=drawing(self),
+            max_new_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences),
+            most_stop_sequences=_MOST_STOPS,
+            grammar=None if form is None else schema_grammar(form.schema_),
+            deterministic=bool(self.deterministic),
+            cache_salt=self.cache_salt,
+        )

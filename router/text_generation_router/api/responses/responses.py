@@ -16,12 +16,7 @@ from text_generation_router.api.errors import STATUSES, describe
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, scored_events
 from text_generation_router.api.models import check_model
-from text_generation_router.api.responses.input import (
-    conversation_of,
-    left_out,
-    write_encrypted,
-)
-from text_generation_router.api.responses.schemas import ResponsesRequest
+from text_generation_router.api.responses.schemas import ResponsesRequest, write_encrypted
 from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.routes import ServicesDependency, events, post_router
 from text_generation_router.api.sse import named_events
@@ -53,7 +48,7 @@ async def responses(body: ResponsesRequest, services: ServicesDependency) -> Res
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = ResponseRun(body, services)
-    headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
+    headers = {"x-compute-type": services.compute_type} | warning(body, body.left_out())
     # OpenAI streams that the context is exceeded: only in the event do clients look for it.
     return await run.response(
         headers, has_status=lambda error: not isinstance(error, ContextLengthError)
@@ -84,7 +79,7 @@ class ResponseRun(ChatRun):
     events, and the items of the output, at most the last of them open."""
 
     def __init__(self, body: ResponsesRequest, services: Services) -> None:
-        super().__init__(conversation_of(body), bool(body.stream), services)
+        super().__init__(body.to_conversation(), bool(body.stream), services)
         self.answer = _envelope(body, services)
         self._body = body
         self._tools = {tool.spec.name: tool for tool in served_tools(body.tools or ())}

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from text_generation_router.chat.format import ToolSpec
+from text_generation_router.errors import ToolError
 from text_generation_router.fields import Body, Items, ToolName
 
+_SERVED = "only functions and custom tools can be called here, alone or in a namespace"
 _FREE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -197,3 +199,25 @@ def tools_left_out(tools: Sequence[object], path: str = "tools") -> Iterator[str
             yield from tools_left_out(tool.tools, f"{path}.{place}.tools")
         elif isinstance(tool, CustomTool) and tool.format and tool.format.definition is not None:
             yield f"{path}.{place}.format"
+
+
+def choice_of(
+    choice: ToolChoice | None, tools: Sequence[Tool] | None, has_tools: bool
+) -> tuple[str, tuple[str, ...] | None]:
+    """Which tool has to be called, and which may be; see `Conversation`. Raises ToolError."""
+    names: tuple[str, ...] | None = None
+    match choice or "auto":
+        case NamedTool() as named:
+            return flat_name(named.namespace, named.name), None
+        case OtherTool() as other:
+            raise ToolError(f"`tool_choice` asks for a tool of type {other.type}; {_SERVED}")
+        case AllowedTools() as allowed:
+            found = [tool for tool in allowed.tools if isinstance(tool, NamedTool)]
+            names = tuple(flat_name(tool.namespace, tool.name) for tool in found)
+            has_tools = bool(names)
+            word = allowed.mode if has_tools or allowed.mode == "required" else "none"
+        case str() as word:
+            pass
+    if word == "required" and tools and not has_tools:
+        raise ToolError(f"`tool_choice` is 'required', but all tools are of other types; {_SERVED}")
+    return word, names
