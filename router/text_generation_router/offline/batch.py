@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -93,29 +93,21 @@ def read_request(line: bytes) -> tuple[str, str, bytes]:
         raise LineError("invalid_body", f"`body` can not be read: {error}", custom_id) from error
 
 
-def custom_id_of(line: bytes) -> str | None:
-    """The id of a line, also of one that is not a valid request."""
-    try:
-        return read_request(line)[0]
-    except LineError as error:
-        return error.custom_id
-
-
 def response_line(custom_id: str, status_code: int, body: bytes) -> bytes:
     """The result of a request that was answered, with any status; `body` is JSON."""
     request_id = f"req_{uuid.uuid4().hex}"
     response = {"status_code": status_code, "request_id": request_id, "body": orjson.Fragment(body)}
-    return _line(custom_id=custom_id, response=response, error=None)
+    return _line(custom_id, response, None)
 
 
 def error_line(error: LineError) -> bytes:
     """The result of a line that is not a valid request."""
-    reason = {"code": error.code, "message": str(error)}
-    return _line(custom_id=error.custom_id, response=None, error=reason)
+    return _line(error.custom_id, None, {"code": error.code, "message": str(error)})
 
 
-def _line(**fields: Any) -> bytes:
-    record = {"id": f"batch_req_{uuid.uuid4().hex}", **fields}
+def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
+    record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id}
+    record |= {"response": response, "error": error}
     return without_line_ends(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -157,7 +149,12 @@ class ResultsFile:
         """The number of requests in `source`. Raises BatchError if the results are of other
         requests."""
         lines = read_lines(source)
-        ids = [custom_id_of(line) for line in islice(lines, len(self.custom_ids))]
+        ids: list[str | None] = []
+        for line in islice(lines, len(self.custom_ids)):
+            try:
+                ids.append(read_request(line)[0])
+            except LineError as error:
+                ids.append(error.custom_id)
         if ids != self.custom_ids:
             raise BatchError(
                 f"--output {self.path} has results of other requests than those in --input "
@@ -200,40 +197,31 @@ class Batch:
         self, app: ASGIApp, services: Services, source: Path, results: ResultsFile
     ) -> None:
         """The app's lifespan must be running."""
-        self._app = app
-        self._services = services
-        self._source = source
-        self._results = results
+        self._app, self._services, self._results = app, services, results
         self._custom_ids = set(results.custom_ids)
         self._num_written = len(results.custom_ids)
+        self._lines = islice(enumerate(read_lines(source)), self._num_written, None)
         # Results that wait for an earlier one, by their place in the input.
         self._held: dict[int, bytes] = {}
         self._room = asyncio.Semaphore(_MAX_HELD)
 
     async def run(self, tally: Tally) -> None:
         """Returns when every line has its result. Raises BatchError if the shards are lost."""
-        lines = enumerate(read_lines(self._source))
-        rest = islice(lines, self._num_written, None)
-
-        async def work() -> None:
-            for place, line in rest:
-                await self._room.acquire()
-                self._held[place] = await self._answer(line, tally)
-                self._write_ready()
-
         window = WINDOW * self._services.config.batch_rows
-        await gather_or_cancel(work() for _ in range(window))
+        await gather_or_cancel(self._work(tally) for _ in range(window))
 
-    def _write_ready(self) -> None:
-        """Appends the results that are next in order."""
-        while (result := self._held.pop(self._num_written, None)) is not None:
-            self._results.append(result)
-            self._num_written += 1
-            self._room.release()
+    async def _work(self, tally: Tally) -> None:
+        for place, line in self._lines:
+            await self._room.acquire()
+            self._held[place] = await self._answer(line, tally)
+            while (result := self._held.pop(self._num_written, None)) is not None:
+                self._results.append(result)
+                self._num_written += 1
+                self._room.release()
 
     async def _answer(self, line: bytes, tally: Tally) -> bytes:
         """The result of one line. Raises BatchError if the shards are lost."""
-        is_answer = False
+        status_code = 400
         try:
             custom_id, url, body = read_request(line)
             if custom_id in self._custom_ids:
@@ -244,17 +232,14 @@ class Batch:
                 )
             self._custom_ids.add(custom_id)
             status_code, answer = await post(self._app, url, body)
-            is_answer = status_code == 200
-            if is_answer:
-                tally.tokens += _num_tokens(answer)
-            elif status_code >= 500 and not await self._services.batcher.probe():
-                raise BatchError(
-                    "the shards do not answer any more; run the batch again to continue"
-                )
             result = response_line(custom_id, status_code, answer)
         except LineError as error:
             result = error_line(error)
-        tally.failed += not is_answer
+        if status_code == 200:
+            tally.tokens += _num_tokens(answer)
+        elif status_code >= 500 and not await self._services.batcher.probe():
+            raise BatchError("the shards do not answer any more; run the batch again to continue")
+        tally.failed += status_code != 200
         tally.done += 1
         return result
 
@@ -334,8 +319,7 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    results = ResultsFile(target)
-    try:
+    with closing(ResultsFile(target)) as results:
         total, num_there = results.check_same(source), len(results.custom_ids)
         tally = Tally(total, done=num_there, failed=results.num_failed)
         if num_there:
@@ -344,10 +328,8 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
             async with start(config) as services:
                 tally.started = time.perf_counter()
                 app = create_app(config, services)
-                async with app.router.lifespan_context(app):
-                    await _answer(Batch(app, services, source, results), tally)
-    finally:
-        results.close()
+                async with app.router.lifespan_context(app), _shown(tally):
+                    await Batch(app, services, source, results).run(tally)
     logger.info(
         "%d requests: %d answered, %d failed; %d tokens in %.0f s; results in %s",
         total,
@@ -360,8 +342,9 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
     return SOME_FAILED if tally.failed else 0
 
 
-async def _answer(batch: Batch, tally: Tally) -> None:
-    """Runs the batch and shows its progress."""
+@asynccontextmanager
+async def _shown(tally: Tally) -> AsyncIterator[None]:
+    """Shows the progress during the block: a bar, or lines in the log."""
 
     async def log() -> None:
         while True:
@@ -371,7 +354,7 @@ async def _answer(batch: Batch, tally: Tally) -> None:
     with bar(tally, sys.stderr) as is_drawn:
         logging_task = None if is_drawn else asyncio.create_task(log())
         try:
-            await batch.run(tally)
+            yield
         finally:
             if logging_task is not None:
                 logging_task.cancel()
