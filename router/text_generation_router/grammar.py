@@ -5,7 +5,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from math import prod
@@ -92,14 +91,6 @@ _OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 _KEYWORDS = frozenset({*_HOLDING, "type", "enum", "const", "$ref", "not", "if"})
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledGrammar:
-    """A compiled grammar: its source for the shards, and the tokens of its shortest text."""
-
-    text: str
-    min_tokens: int
-
-
 class GrammarCompiler:
     """Owns the cache of compiled grammars. Used from one event loop."""
 
@@ -113,10 +104,11 @@ class GrammarCompiler:
         self._shards = shards
         self._added_ids = added_ids
         self._is_enabled = is_enabled
-        self._known: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], tuple[str, int]] = OrderedDict()
 
-    async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError, with the reason, and OverloadedError."""
+    async def compile(self, grammar: Grammar) -> tuple[str, int]:
+        """The source for the shards, and the tokens of the shortest text. Raises GrammarError, with
+        the reason, and OverloadedError."""
         if not self._is_enabled:
             raise GrammarError("grammar is not supported")
         key = (grammar.kind, sha256(grammar.source.encode()).digest())
@@ -140,8 +132,7 @@ class GrammarCompiler:
             if grammar.kind != "lark":
                 error = _LINE.sub("", error)  # not one of the client's lines
             raise GrammarError(f"{reason}: {error}")
-        compiled = CompiledGrammar(text, result.min_tokens)
-        self._known[key] = compiled
+        compiled = self._known[key] = text, result.min_tokens
         if len(self._known) > _CACHED_GRAMMARS:
             self._known.popitem(last=False)
         return compiled

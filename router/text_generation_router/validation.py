@@ -210,10 +210,10 @@ class Validation:
         """The grammar in the shards' form, compiled there; empty: none."""
         if asked.grammar is None:
             return ""
-        grammar = await self._grammars.compile(asked.grammar)
-        if grammar.min_tokens > max_new_tokens:
+        text, min_tokens = await self._grammars.compile(asked.grammar)
+        if min_tokens > max_new_tokens:
             raise ValidationError(
-                f"`max_new_tokens` must be >= {grammar.min_tokens}, the tokens that the shortest "
+                f"`max_new_tokens` must be >= {min_tokens}, the tokens that the shortest "
                 f"text of this grammar needs. Given: {max_new_tokens}"
             )
-        return grammar.text
+        return text

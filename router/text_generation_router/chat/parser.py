@@ -92,7 +92,6 @@ class ChatParser:
         self._format = chat_format
         self._tools = {tool.name: tool for tool in tools}
         self._parses_tools = parses_tools
-        self._patterns = _patterns(chat_format)
         self.has_reasoned = starts_in_reasoning
         """Whether reasoning has begun; it can only come first."""
         self.is_reasoning = starts_in_reasoning
@@ -127,18 +126,21 @@ class ChatParser:
             yield from self._read_messages()
             return
         if self._format.reasoning is not None:
-            begin, _ = self._format.reasoning
+            begin, end = self._format.reasoning
             if self.has_reasoned or (yield from self._skip(begin)):
-                yield from self._read_reasoning()
-        is_response = self._format.response and (yield from self._skip(self._format.response[0]))
+                self.has_reasoned = self.is_reasoning = True
+                yield from self._skip_space()
+                yield from self._show_until(_marker(end, _SPACE_BEFORE), ReasoningDelta)
+                self.is_reasoning = False
+                yield from self._skip_space()
+        response = self._format.response
+        is_response = response is not None and (yield from self._skip(response[0]))
         if is_response:
             yield from self._skip_space()
         found = None
         if self._parses_tools and self._format.is_bare:
-            found = yield from self._match(self._patterns.call)
-        opening = self._patterns.opening if self._parses_tools else None
-        if is_response:
-            opening = self._patterns.response[self._parses_tools]
+            found = yield from self._match(_call(self._format, is_next=False))
+        opening = _opening(self._format, self._parses_tools, is_response)
         while True:
             while found is not None and found.lastindex:
                 found = yield from self._read_call(found)
@@ -170,13 +172,6 @@ class ChatParser:
                 return
             self.is_reasoning = False
 
-    def _read_reasoning(self) -> _Reading[None]:
-        self.has_reasoned = self.is_reasoning = True
-        yield from self._skip_space()
-        yield from self._show_until(self._patterns.thought_end, ReasoningDelta)
-        self.is_reasoning = False
-        yield from self._skip_space()
-
     def _read_call(self, found: "regex.Match[str]") -> _Reading["regex.Match[str] | None"]:
         """A call after its head, and the head of the next one if it directly follows."""
         form, name = self._format, found[1]
@@ -193,7 +188,7 @@ class ChatParser:
         if not form.arguments_marker and not (yield from self._skip("}")):
             return None
         if not form.wraps_each:
-            following = yield from self._match(self._patterns.next_call)
+            following = yield from self._match(_call(form, is_next=True))
             if following is not None:
                 return following
         if form.is_list and not (yield from self._skip("]")):
@@ -303,44 +298,41 @@ class ChatParser:
         self._text = text
 
 
-@dataclass(frozen=True, slots=True)
-class _Patterns:
-    """A format's markers; group 1 is a call's name. None may match the empty text."""
-
-    thought_end: "regex.Pattern[str] | None"
-    # With the begin marker; None: there is none.
-    opening: "regex.Pattern[str] | None"
-    # Up to the arguments.
-    call: "regex.Pattern[str]"
-    # After another call, without a begin marker.
-    next_call: "regex.Pattern[str]"
-    # Within a response: its end, without and with the begin of a call.
-    response: tuple["regex.Pattern[str]", "regex.Pattern[str]"]
+# The patterns of markers. None may match the empty text.
 
 
 @cache
-def _patterns(form: ChatFormat) -> _Patterns:
-    space, escape = _ANY_SPACE, re.escape
+def _opening(form: ChatFormat, has_calls: bool, is_response: bool) -> "regex.Pattern[str] | None":
+    """The first marker in a text: the head of a call, or the end of a response."""
+    options = []
+    if has_calls and form.begin:
+        before = _loose(form.begin) + (rf"{_ANY_SPACE}\[" if form.is_list else "")
+        options.append(_SPACE_BEFORE + before + _head(form))
+    if is_response and form.response is not None:
+        options.append(_SPACE_BEFORE + _loose(form.response[1]) + _ANY_SPACE)
+    return regex.compile("|".join(options)) if options else None
+
+
+@cache
+def _call(form: ChatFormat, is_next: bool) -> "regex.Pattern[str]":
+    """The head of a call without a begin marker; `is_next`: after another one."""
+    if not is_next:
+        return regex.compile(_head(form))
+    separator = form.separator.strip()
+    between = "," if form.is_list else _loose(separator) + "?" * (len(separator) == 1)
+    return regex.compile(_ANY_SPACE + between + _head(form))
+
+
+def _head(form: ChatFormat) -> str:
+    """A call up to its arguments; group 1 is its name. Arguments or their end must follow."""
+    space, escape, one = _ANY_SPACE, re.escape, form.parameters
     if form.arguments_marker:
         name = rf"({BARE_NAME.pattern}){_loose(form.arguments_marker)}"
     else:
         key = escape(form.arguments_key)
         name = rf'\{{{space}"name"{space}:{space}({_NAME}){space},{space}"{key}"{space}:'
-    # Arguments or their end must follow.
-    one = form.parameters
     follow = r"\{" if one is None else rf"{escape(one.before_name)}|{escape(one.close)}"
-    head = rf"{space}{name}{space}(?={follow})"
-    opening = _SPACE_BEFORE + _loose(form.begin) + (rf"{space}\[" if form.is_list else "") + head
-    separator = form.separator.strip()
-    closing = _SPACE_BEFORE + _loose(form.response[1] if form.response else "") + space
-    between = "," if form.is_list else _loose(separator) + "?" * (len(separator) == 1)
-    return _Patterns(
-        form.reasoning and regex.compile(_SPACE_BEFORE + _loose(form.reasoning[1])),
-        regex.compile(opening) if form.begin else None,
-        regex.compile(head),
-        regex.compile(space + between + head),
-        (regex.compile(closing), regex.compile(rf"{opening}|{closing}" if form.begin else closing)),
-    )
+    return rf"{space}{name}{space}(?={follow})"
 
 
 @cache
@@ -366,9 +358,9 @@ def _parameter_patterns(form: Parameters) -> tuple["regex.Pattern[str]", ...]:
 
 
 @cache
-def _marker(marker: str) -> "regex.Pattern[str]":
+def _marker(marker: str, before: str = _ANY_SPACE) -> "regex.Pattern[str]":
     """The marker, and the whitespace before it."""
-    return regex.compile(_ANY_SPACE + _loose(marker.strip()))
+    return regex.compile(before + _loose(marker.strip()))
 
 
 def _loose(marker: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -122,29 +123,23 @@ class ChatGeneration:
 
 def message_of(steps: list[ChatStep]) -> ChatMessage:
     """The message that the steps add up to."""
-    content: list[str] = []
-    reasoning: list[str] = []
+    # The pieces of each kind of text, and of the arguments of each call by its index.
+    pieces: defaultdict[object, list[str]] = defaultdict(list)
     names: list[str] = []
-    arguments: list[list[str]] = []
     for event in (event for step in steps for event in step.events):
         match event:
-            case ContentDelta(text):
-                content.append(text)
-            case ReasoningDelta(text):
-                reasoning.append(text)
             case ToolCallStart(_, name):
                 names.append(name)
-                arguments.append([])
             case ToolCallArguments(index, text):
-                arguments[index].append(text)
-    calls = tuple(
-        ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)
-    )
+                pieces[index].append(text)
+            case _:
+                pieces[type(event)].append(event.text)
+    texts = {kind: "".join(some) for kind, some in pieces.items()}
     return ChatMessage(
-        None if calls and not content else "".join(content),
-        "".join(reasoning) if reasoning else None,
-        calls,
-        tuple(steps),
+        content=texts.get(ContentDelta, None if names else ""),
+        reasoning=texts.get(ReasoningDelta),
+        tool_calls=tuple(ToolCall(name, texts.get(i, "")) for i, name in enumerate(names)),
+        steps=tuple(steps),
     )
 
 
@@ -341,12 +336,11 @@ def _check_tools(conversation: Conversation) -> None:
         )
     if len(set(names)) < len(names):
         raise ToolError("Two of `tools` have the same name; give each tool a different name")
-    if unknown := [name for name in conversation.allowed_tools or () if name not in names]:
+    chosen = [*(conversation.allowed_tools or ())]
+    if tools and choice not in ("auto", "required"):
+        chosen.append(choice)
+    if unknown := [name for name in chosen if name not in names]:
         raise ToolError(
-            f"Tool with name {unknown[0][:64]} not found; `tool_choice` may only name tools that "
-            "are in `tools`"
-        )
-    if tools and choice not in ("auto", "required", *names):
-        raise ToolError(
-            f"Tool with name {choice[:64]} not found; `tool_choice` must name one of `tools`"
+            f"Tool with name {unknown[0][:64]} not found; `tool_choice` must name tools that are "
+            "in `tools`"
         )
