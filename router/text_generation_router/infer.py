@@ -236,17 +236,17 @@ class Infer:
                 trace.fail(error_type)
 
     def _count_success(self, ending: Ending, is_logged: bool) -> None:
-        metrics = self._metrics
+        metrics, times = self._metrics, ending.times
         metrics.request_success.inc()
-        metrics.request_duration.observe(ending.total_s)
-        metrics.request_validation_duration.observe(ending.validation_s)
-        metrics.request_queue_duration.observe(ending.queue_s)
-        metrics.request_inference_duration.observe(ending.inference_s)
-        metrics.request_mean_time_per_token_duration.observe(ending.time_per_token_s)
+        metrics.request_duration.observe(times["total_time"])
+        metrics.request_validation_duration.observe(times["validation_time"])
+        metrics.request_queue_duration.observe(times["queue_time"])
+        metrics.request_inference_duration.observe(times["inference_time"])
+        metrics.request_mean_time_per_token_duration.observe(times["time_per_token"])
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
         if is_logged:
-            times = " ".join(f"{name}={seconds:.6f}s" for name, seconds in ending.times.items())
-            logger.info("Success %s seed=%s", times, ending.generated.seed)
+            words = " ".join(f"{name}={seconds:.6f}s" for name, seconds in times.items())
+            logger.info("Success %s seed=%s", words, ending.generated.seed)
 
 
 @asynccontextmanager

@@ -152,27 +152,17 @@ class GeneratedText:
         return self.stop_token_id if self.stop_sequence is None else self.stop_sequence
 
 
+TIMES = ("total_time", "validation_time", "queue_time", "inference_time", "time_per_token")
+"""TGI's names for the parts of a request's time, in logs, headers and traces."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """What a successful generation ends with, and how long its parts took, in seconds."""
 
     generated: GeneratedText
-    total_s: float
-    validation_s: float
-    queue_s: float
-    inference_s: float
-    time_per_token_s: float
-
-    @property
-    def times(self) -> dict[str, float]:
-        """How long its parts took, by TGI's names in logs and headers."""
-        return {
-            "total_time": self.total_s,
-            "validation_time": self.validation_s,
-            "queue_time": self.queue_s,
-            "inference_time": self.inference_s,
-            "time_per_token": self.time_per_token_s,
-        }
+    # By TIMES.
+    times: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
-from text_generation_router.request import Ending
+from text_generation_router.request import TIMES, Ending
 from text_generation_router.services import Services
 from text_generation_router.text.encoding import Encoding
 
@@ -71,19 +71,12 @@ def timing_headers(
 
     `prompt_tokens` and `characters` are those of all prompts, each counted once.
     """
-    total_s = sum(each.total_s for each in endings)
-    milliseconds = {
-        "x-total-time": total_s,
-        "x-validation-time": sum(each.validation_s for each in endings),
-        "x-queue-time": sum(each.queue_s for each in endings),
-        "x-inference-time": sum(each.inference_s for each in endings),
-        "x-time-per-token": sum(each.time_per_token_s for each in endings),
-    }
+    seconds = {name: sum(each.times[name] for each in endings) for name in TIMES}
     return {
         "x-compute-type": services.compute_type,
-        "x-compute-time": f"{total_s:.9f}",
+        "x-compute-time": f"{seconds['total_time']:.9f}",
         "x-compute-characters": str(characters),
-        **{name: str(int(seconds * 1000)) for name, seconds in milliseconds.items()},
+        **{f"x-{name.replace('_', '-')}": str(int(seconds[name] * 1000)) for name in TIMES},
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(sum(ending.generated.generated_tokens for ending in endings)),
     }

@@ -196,11 +196,11 @@ class Entry:
         now, queued, started = time.perf_counter(), self.queued, self.started
         assert started is not None, "it has generated something"
         inference_s = now - started
-        return Ending(
-            generated,
-            total_s=now - self.arrival,
-            validation_s=queued - self.arrival,
-            queue_s=started - queued,
-            inference_s=inference_s,
-            time_per_token_s=inference_s / max(1, generated.generated_tokens),
-        )
+        times = {
+            "total_time": now - self.arrival,
+            "validation_time": queued - self.arrival,
+            "queue_time": started - queued,
+            "inference_time": inference_s,
+            "time_per_token": inference_s / max(1, generated.generated_tokens),
+        }
+        return Ending(generated, times)

@@ -328,10 +328,10 @@ class SequenceTrace:
         return {
             **{name: f"{seconds:.6f}s" for name, seconds in ending.times.items()},
             "seed": str(ending.generated.seed),
-            "gen_ai.latency.e2e": ending.total_s,
+            "gen_ai.latency.e2e": ending.times["total_time"],
             "gen_ai.latency.time_to_first_token": self.prefilled - self._entry.arrival,
-            "gen_ai.latency.time_in_queue": ending.queue_s,
+            "gen_ai.latency.time_in_queue": ending.times["queue_time"],
             "gen_ai.latency.time_in_model_prefill": self.prefilled - started,
             "gen_ai.latency.time_in_model_decode": now - self.prefilled,
-            "gen_ai.latency.time_in_model_inference": ending.inference_s,
+            "gen_ai.latency.time_in_model_inference": ending.times["inference_time"],
         }
