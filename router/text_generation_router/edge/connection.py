@@ -293,7 +293,7 @@ class Connection(HttpToolsProtocol):
                 if self._newest is None and waited_s > limits.head_s:
                     self._shared.refused.inc(reason="silent")
                     self.transport.close()
-            case Phase.HEAD if self._is_answering:
+            case Phase.HEAD | Phase.OVER if self._is_answering:
                 self._since = now
             case Phase.HEAD:
                 if waited_s > limits.head_s:
@@ -314,8 +314,6 @@ class Connection(HttpToolsProtocol):
                         f"{limits.body_bytes_per_s:g} bytes a second"
                     )
                     self.refuse(Refusal(408, "body_rate", sentence))
-            case Phase.OVER if self._is_answering:
-                self._since = now
             case Phase.OVER:
                 if waited_s > limits.leftover_s:
                     self.transport.abort()

@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, HTTPException, Request, Response, Security
@@ -89,10 +89,8 @@ class Keys:
         self._next_reading = 0.0
         self._content = b""
         self._complaint = ""
-        if path is None:
-            self._replace(self._given)
-        else:
-            self._take(path, *_read(path))
+        content, is_open_to_all = (b"", False) if path is None else _read(path)
+        self._take(content, is_open_to_all)
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Keys":
@@ -126,31 +124,23 @@ class Keys:
             return
         self._complaint = ""
         if self._digest(content) != self._content:
-            self._take(path, content, is_open_to_all)
+            self._take(content, is_open_to_all)
             logger.info("--api-key-file %s was read again: %d keys", path, len(self._callers))
 
-    def _take(self, path: str, content: bytes, is_open_to_all: bool) -> None:
-        if is_open_to_all:
-            logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
-        self._content = self._digest(content)
-        self._replace([*self._given, *_keys_in(content)])
-
-    def _replace(self, keys: Iterable[bytes]) -> None:
+    def _take(self, content: bytes, is_open_to_all: bool) -> None:
         """Keys that were valid before keep their callers, and so their running sequences."""
-        digests = {self._digest(key) for key in keys}
+        if is_open_to_all:
+            logger.warning("--api-key-file %s can be read by all users: chmod o-r it", self._path)
+        self._content = self._digest(content)
+        digests = {self._digest(key) for key in (*self._given, *_keys_in(content))}
         # A file may have several keys later.
         is_shared = self._path is None and len(digests) < 2
-        self._callers = {
-            digest: self._callers.get(digest) or self._new(digest, is_shared) for digest in digests
-        }
-
-    def _new(self, digest: bytes, is_shared: bool) -> Caller:
         is_limited = self._limits != KeyLimits()
-        if is_shared and not is_limited:
-            return ANYBODY
-        return Caller(
-            "" if is_shared else digest.hex(), Allowance(self._limits) if is_limited else None
-        )
+        before, self._callers = self._callers, {}
+        for digest in digests:
+            allowance = Allowance(self._limits) if is_limited else None
+            new = Caller("" if is_shared else digest.hex(), allowance)
+            self._callers[digest] = before.get(digest) or (ANYBODY if new == ANYBODY else new)
 
     def _digest(self, text: bytes) -> bytes:
         return hashlib.blake2b(text, digest_size=32, key=self._secret).digest()
