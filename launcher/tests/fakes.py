@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from text_generation_launcher import failures, supervisor
+from text_generation_launcher import ends, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.process import Command
 from text_generation_process.log import LogLine
@@ -157,7 +157,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     clock = SimpleNamespace(monotonic=lambda: world.now)
     monkeypatch.setattr(supervisor, "ManagedProcess", world.start)
     monkeypatch.setattr(supervisor, "time", clock)
-    monkeypatch.setattr(failures, "time", clock)
+    monkeypatch.setattr(ends, "time", clock)
     monkeypatch.setattr(supervisor, "is_healthy", lambda *_: world.is_healthy)
     monkeypatch.setattr(supervisor, "reap_orphans", lambda children: None)
     monkeypatch.setattr(signal, "sigtimedwait", world.wait)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.num_shards import count_gpus, find_num_shards
+from text_generation_launcher.config import count_gpus, find_num_shards
 from text_generation_process.option import InvalidOptions
 
 CUDA, NVIDIA = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 from text_generation_launcher.config import create_config
-from text_generation_launcher.failures import ChildDied
+from text_generation_launcher.ends import (
+    LEAST_PATIENCE_S,
+    LIMIT,
+    WINDOW_S,
+    ChildDied,
+    Part,
+    Restarts,
+)
 from text_generation_launcher.options import read_options
-from text_generation_launcher.restarts import LEAST_PATIENCE_S, LIMIT, WINDOW_S, Part, Restarts
 
 from launcher.tests.fakes import FakeChild, FakeLog, World
 

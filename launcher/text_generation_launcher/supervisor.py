@@ -23,9 +23,11 @@ from text_generation_process.sockets import AddressError
 
 from text_generation_launcher.addresses import Addresses, SocketClaim
 from text_generation_launcher.config import MODEL_PATH, RENDEZVOUS_PORT, SOCKETS, LauncherConfig
-from text_generation_launcher.failures import (
+from text_generation_launcher.ends import (
     CAUSE_S,
     ChildDied,
+    Part,
+    Restarts,
     death_of,
     describe_stopped,
     diagnose,
@@ -39,7 +41,6 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
-from text_generation_launcher.restarts import Part, Restarts
 from text_generation_launcher.router_link import TOLD, RouterLink, how_to_ask, is_healthy
 
 STARTUP_POLL_S = 0.02

@@ -4,8 +4,8 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from text_generation_launcher import failures
-from text_generation_launcher.failures import CAUSE_S, FAILING_S, diagnose, grouped
+from text_generation_launcher import ends
+from text_generation_launcher.ends import CAUSE_S, FAILING_S, diagnose, grouped
 
 from launcher.tests.fakes import FakeLog
 
@@ -17,14 +17,14 @@ def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
     """The sentence, the log and the seconds waited; shards and router end with (rank, exit code,
     seconds after the first end)."""
     clock = SimpleNamespace(now=0.0)
-    ends = {rank: (code, after_s) for rank, code, after_s in given}
+    told = {rank: (code, after_s) for rank, code, after_s in given}
 
     class Child:
         is_stopped = False
 
         def __init__(self, rank: int) -> None:
             self.name = "the router" if rank == ROUTER else f"shard {rank}"
-            self._code, self._after_s = ends.get(rank, (0, 1e9))
+            self._code, self._after_s = told.get(rank, (0, 1e9))
             # It has logged its error, and takes longer to end.
             self.is_failing = CAUSE_S < self._after_s < 1e9
             self.last_words = lambda: (self.name,)
@@ -41,7 +41,7 @@ def told_of(given, monkeypatch, num_shards=3) -> tuple[str, list[str], float]:
     def wait(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(ends, "time", SimpleNamespace(monotonic=lambda: clock.now))
     log = FakeLog()
     shards = [Child(rank) for rank in range(num_shards)]
     died = diagnose(shards, [Child(ROUTER)], wait, log, was_ready=False)  # type: ignore[arg-type]
