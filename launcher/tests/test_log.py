@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from text_generation_launcher.log import Log, parse_line
+from text_generation_launcher.process import Log, parse_line
 from text_generation_process.log import LogLine
 
 

@@ -12,9 +12,8 @@ from text_generation_process.descriptors import fill_standard_descriptors, raise
 from text_generation_process.option import InvalidOptions
 
 from text_generation_launcher.config import create_config, log_level
-from text_generation_launcher.log import Log
 from text_generation_launcher.options import describe, notes, read_options, secrets, split_mode
-from text_generation_launcher.process import block_signals, conceal, end_with_stdin
+from text_generation_launcher.process import Log, block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
 
 

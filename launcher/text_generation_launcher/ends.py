@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from text_generation_launcher.log import Log
-from text_generation_launcher.process import ManagedProcess
+from text_generation_launcher.process import Log, ManagedProcess
 
 GAVE_UP = 3
 """The exit code of a shard that ends because another shard failed."""

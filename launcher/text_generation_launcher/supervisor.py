@@ -33,10 +33,10 @@ from text_generation_launcher.ends import (
     diagnose,
     grouped,
 )
-from text_generation_launcher.log import Log
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
+    Log,
     ManagedProcess,
     ProcessError,
     reap_orphans,
@@ -94,16 +94,6 @@ class Supervisor:
         """Serves until a signal or a failure, or answers a batch; returns the exit code. All
         children have ended then."""
         try:
-            return self._run()
-        finally:
-            for child in self._children():
-                child.kill()
-            self._close_link()
-            if self._addresses:
-                self._addresses.close()
-
-    def _run(self) -> int:
-        try:
             self._addresses = Addresses(self._config)
             self._model_path = self._model_path or self._download()
             while not (self._config.mode is Mode.BATCH and self._restarts.is_whole):
@@ -125,6 +115,12 @@ class Supervisor:
             # After the last lines of the others: the last line of the log is the reason.
             self._log.error(str(error))
             return 1
+        finally:
+            for child in self._children():
+                child.kill()
+            self._close_link()
+            if self._addresses:
+                self._addresses.close()
 
     def _download(self) -> Path:
         """The directory of a hub model, after its download."""
@@ -323,12 +319,11 @@ class Supervisor:
     def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
         """Ends the router, then the shards, each within its timeout (`timeout_s` by default).
         False after a second signal; `run` then kills the remaining children."""
+        shard_timeout_s = timeout_s if shard_timeout_s is None else shard_timeout_s
         return (
             self._end(self._task, min(timeout_s, TASK_TERMINATION_S))
             and self._end(self._router.children, timeout_s)
-            and self._end(
-                self._shards.children, timeout_s if shard_timeout_s is None else shard_timeout_s
-            )
+            and self._end(self._shards.children, shard_timeout_s)
         )
 
     def _end(self, children: Sequence[ManagedProcess], timeout_s: float) -> bool:
