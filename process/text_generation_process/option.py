@@ -97,23 +97,24 @@ def sizes(value: str) -> str:
         raise ValueError("whole numbers from 1 to 1024 with commas between, or 0") from error
 
 
-def number(above: float, maximum: float = sys.float_info.max) -> Callable[[str], str]:
-    """A finite number that is larger than `above` and at most `maximum`."""
+def number(
+    above: float, maximum: float = sys.float_info.max, or_equal: bool = False
+) -> Callable[[str], str]:
+    """A finite number that is larger than `above`, or equal to it, and at most `maximum`."""
     limit = "" if maximum == sys.float_info.max else f" and at most {maximum:g}"
-    return _number(lambda value: above < value <= maximum, f"a number above {above:g}{limit}")
+    expected = f"a number of {above:g} or more" if or_equal else f"a number above {above:g}{limit}"
 
-
-def _number(is_inside: Callable[[float], bool], expected: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         with suppress(ValueError):
-            if is_inside(float(value)):
+            given = float(value)
+            if above < given <= maximum or (or_equal and given == above):
                 return value
         raise ValueError(expected)
 
     return parse
 
 
-not_negative = _number(lambda value: 0 <= value <= sys.float_info.max, "a number of 0 or more")
+not_negative = number(0, or_equal=True)
 
 
 def path(value: str) -> str:

@@ -259,11 +259,6 @@ class Connection(HttpToolsProtocol):
                 self._num_body_bytes = 0
         super().on_response_complete()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._unread_since is None:
-            self._unread_since = self._shared.now
-
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread_since = None
@@ -401,13 +396,15 @@ class Connection(HttpToolsProtocol):
         During an answer the time counts while uvicorn has paused writing. After the last answer it
         counts until the write buffer is empty.
         """
-        if not self.flow.write_paused:
-            is_owed = not self._is_answering and self.transport.get_write_buffer_size() > 0
-            if not is_owed:
-                self._unread_since = None
-            elif self._unread_since is None:
-                self._unread_since = now
-        return self._unread_since is not None and now - self._unread_since > self._limits.unread_s
+        is_owed = self.flow.write_paused or (
+            not self._is_answering and self.transport.get_write_buffer_size() > 0
+        )
+        if not is_owed:
+            self._unread_since = None
+            return False
+        if self._unread_since is None:
+            self._unread_since = now
+        return now - self._unread_since > self._limits.unread_s
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
