@@ -64,13 +64,6 @@ def with_words(how: str, words: Sequence[str]) -> str:
     return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in words)])
 
 
-def death_of(child: ManagedProcess) -> ChildDied:
-    """The end of a child that is not a shard."""
-    child.drain()
-    how = how_it_ended(child)
-    return ChildDied(with_words(how, child.last_words()), how)
-
-
 def diagnose(
     shards: Sequence[ManagedProcess],
     router: Sequence[ManagedProcess],

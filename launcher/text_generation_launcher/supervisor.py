@@ -28,7 +28,6 @@ from text_generation_launcher.ends import (
     ChildDied,
     Part,
     Restarts,
-    death_of,
     describe_stopped,
     diagnose,
     grouped,
@@ -127,7 +126,7 @@ class Supervisor:
         assert self._config.download is not None
         download = ManagedProcess(self._config.download, self._log.write)
         if self._complete(download) != 0:
-            raise death_of(download)
+            raise self._death_of([download])
         download.settle()
         self._task = []
         path = (download.answer or {}).get("model_path")
@@ -252,7 +251,7 @@ class Supervisor:
         batch.settle()
         code = self._complete(batch)
         if code < 0:
-            raise death_of(batch)
+            raise self._death_of([batch])
         if code:
             self._pause(CAUSE_S)  # it may have failed because a shard failed
         self._shut_down(self._config.termination_timeout_s)
@@ -286,13 +285,16 @@ class Supervisor:
         """Waits, until a signal or the end of a child at most. Raises StopRequested, ChildDied."""
         self._wait(seconds)
         if any(not child.is_alive for child in self._watched()):
-            raise diagnose(
-                self._shards.children,
-                self._router.children,
-                self._wait,
-                self._log,
-                self._restarts.has_served,
-            )
+            was_ready = self._restarts.has_served
+            raise self._death_of(self._shards.children, self._router.children, was_ready)
+
+    def _death_of(
+        self,
+        shards: list[ManagedProcess],
+        router: Sequence[ManagedProcess] = (),
+        was_ready: bool = False,
+    ) -> ChildDied:
+        return diagnose(shards, router, self._wait, self._log, was_ready)
 
     def _watched(self) -> list[ManagedProcess]:
         """The children whose end is a failure."""
