@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from text_generation_launcher.process import Command
+from text_generation_launcher.process import Command, ProcessError
 from text_generation_process.option import Mode
 
 from launcher.tests.fakes import FakeChild, World
@@ -111,6 +111,17 @@ def test_a_child_that_ends_while_it_starts_is_the_last_line(world: World, code, 
     assert world.run() == 1
     assert world.log.lines[-1] == expected
     assert not any(child.is_alive for child in world.children.values())
+
+
+def test_a_shard_that_can_not_be_started_ends_those_before_it(world: World):
+    def refuse(child: FakeChild) -> None:
+        child.end(0)
+        raise ProcessError("cannot start shard 1")
+
+    world.behaviours["shard 1"] = refuse
+    assert world.run(num_shards=2) == 1
+    assert "cannot start shard 1" in world.log.lines
+    assert "shard 0 got SIGTERM" in world.trace
 
 
 def test_the_child_that_failed_first_is_named(world: World):

@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from text_generation_launcher.process import Log, ManagedProcess
@@ -135,8 +135,8 @@ class Part:
     """Processes that are started and replaced together: all shards, or the router. Owns them, and
     when they ended. Times are seconds of a monotonic clock."""
 
-    start: Callable[[int], list[ManagedProcess]]
-    """Starts its processes; gets the number of replacements."""
+    start: Callable[[int], Iterable[ManagedProcess]]
+    """Starts its processes one by one; gets the number of replacements."""
     clear: Callable[[], None]
     """Removes what they leave behind."""
     children: list[ManagedProcess] = field(default_factory=list)
@@ -243,7 +243,8 @@ class Restarts:
             if part.due is not None and now >= part.due:
                 part.due = None
                 self._late_at = now + self.patience_s
-                part.children = part.start(part.total)
+                for child in part.start(part.total):
+                    part.children.append(child)  # at once: the next may fail to start
         if self.is_whole or not self._is_all_started or not self._is_ready():
             return
         taken_s = now - self._broken_at

@@ -13,7 +13,7 @@ launcher, and ChildDied when a child that should run has ended.
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -166,16 +166,16 @@ class Supervisor:
         assert self._addresses is not None
         return self._addresses.sockets
 
-    def _start_shards(self, _: int) -> list[ManagedProcess]:
+    def _start_shards(self, _: int) -> Iterator[ManagedProcess]:
         if len(self._config.shards) > 1:
             self._log.info(f"Splitting the model over {len(self._config.shards)} shards")
-        return [self._start(command) for command in self._config.shards]
+        yield from map(self._start, self._config.shards)
 
     def _clear_shards(self) -> None:
         self._is_socket_awaited = True
         self._sockets.remove_sockets()
 
-    def _start_router(self, num_restarts: int) -> list[ManagedProcess]:
+    def _start_router(self, num_restarts: int) -> Iterator[ManagedProcess]:
         """Does not wait for the shards: the router has work to do before it needs them."""
         command = self._config.router
         assert command is not None
@@ -183,7 +183,7 @@ class Supervisor:
         argv = (*command.argv, link.flag, f"--num-restarts={num_restarts}")
         router = self._start(replace(command, argv=argv, descriptors=(link.router_fd,)))
         link.hand_over()
-        return [router]
+        yield router
 
     def _close_link(self) -> None:
         if self._link is not None:
