@@ -33,12 +33,14 @@ def main(triple: str, folder: str, dtype: str, names: Sequence[str]) -> None:
     # From here on, functions called by parallel loops are declared.
     _launch_threads()
     count = 0
-    for kernel in compile._kernels(compile.Wanted(getattr(torch, dtype), None, True, True)):
-        name = kernel.function.__name__
+    wanted = compile.Wanted(getattr(torch, dtype), None, has_ranks=True)
+    for function, signatures in compile._kernels(wanted).items():
+        name = function.__name__
         if names and name not in names:
             continue
-        kernel.compile()
-        libraries = [kernel.function.overloads[taken].library for taken in kernel.signatures]
+        for signature in signatures:
+            function.compile(signature)
+        libraries = [function.overloads[signature].library for signature in signatures]
         language = "\n".join(library.get_llvm_str() for library in libraries)
         code = "\n".join(library.get_asm_str() for library in libraries)
         for ending, text in (("ll", language), ("s", code)):

@@ -1,7 +1,6 @@
 """Attention on the CPU, over a paged cache in the layout of `kernels.attention`."""
 
 import mmap
-from functools import cache
 from typing import Any, NamedTuple
 
 import numba
@@ -13,6 +12,7 @@ from text_generation_shard.arrays import Ints
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
+from text_generation_shard.device.cpu.kernels.items import compute
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.vector import marker, tensor_address
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
@@ -47,7 +47,7 @@ class PackedCache:
 class PackedPlan(NamedTuple):
     """What all layers of a pass share, in the form of the kernels."""
 
-    # [T], [*, width] and [N, 5].
+    # [T], [*, width] and [N, 6].
     slots: Any
     block_tables: Any
     tasks: Any
@@ -92,7 +92,7 @@ class PackedAttention:
         if wanted is None or len(wanted) == len(slots):
             own = np.arange(len(slots)), _NO_TASKS
         else:
-            last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
+            last_tasks = _tasks(offsets, contexts, group, num_threads, wanted.numpy())
             own = wanted.numpy(), last_tasks
         return PackedPlan(slots, tables, tasks, *own, num_threads, angles)
 
@@ -122,9 +122,9 @@ class PackedAttention:
             rotate_(heads, num_rotated, num_queries, self._scale, *plan.angles)
         else:
             heads[:, :num_queries].mul_(self._scale)
-        kind = marker(heads.dtype)
         out = torch.empty(len(heads), num_queries * head_dim, dtype=heads.dtype)
-        parts = attention.Attention(
+        given = attention.Attention(
+            kind=marker(heads.dtype),
             heads=tensor_address(heads),
             out=tensor_address(out),
             blocks=self.cache.address + layer * self.cache.layer_bytes,
@@ -133,52 +133,39 @@ class PackedAttention:
             num_kv_heads=self._num_kv_heads,
             head_dim=head_dim,
             window=window or 0,
+            slots=plan.slots.ctypes.data,
+            tables=plan.block_tables.ctypes.data,
+            width=plan.block_tables.shape[1],
+            tasks=plan.tasks.ctypes.data,
         )
-        attention.store(kind, parts, plan.slots)
-        attention.attend(kind, _task_code(heads.dtype), parts, plan.block_tables, plan.tasks)
+        is_shared = len(heads) > attention.FEW_TOKENS
+        compute(attention.store_token, given, len(heads), is_shared)
+        compute(attention.attend_task, given, len(plan.tasks) * self._num_kv_heads, is_shared=True)
         return out
 
 
-@cache
-def _task_code(dtype: torch.dtype) -> int:
-    return attention.task_code(numba.typeof(marker(dtype)))
-
-
-def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
-    """Split the queries of R rows into tasks [N, 5] of `attend`, in an order that gives each thread
-    long and short ones. offsets [R + 1] and contexts [R] of the rows."""
+def _tasks(
+    offsets: Any, contexts: Any, group: int, num_threads: int, wanted: Any | None = None
+) -> Any:
+    """Split the queries of R rows into tasks, see `kernels.Attention`, in an order that gives each
+    thread long and short ones. offsets [R + 1] and contexts [R] of the rows. wanted [S]: only the
+    queries of these tokens; their results move together."""
     lengths = np.diff(offsets)
-    vectors = lengths * group
-    counts = -(-vectors // attention.TASK_ROWS)
-    rows = np.repeat(np.arange(len(lengths)), counts)
-    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = within * attention.TASK_ROWS
+    rows = np.arange(len(lengths))
+    begins, ends, moves = 0 * lengths, lengths * group, 0 * lengths
+    if wanted is not None:
+        rows = np.searchsorted(offsets, wanted, side="right") - 1
+        begins = (wanted - offsets[rows]) * group
+        ends, moves = begins + group, wanted - np.arange(len(wanted))
+    counts = -(-(ends - begins) // attention.TASK_ROWS)
+    parts = np.repeat(np.arange(len(rows)), counts)
+    within = np.arange(len(parts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows, first = rows[parts], begins[parts] + within * attention.TASK_ROWS
     starts = (contexts - lengths)[rows]
-    tasks = np.stack((rows, offsets[rows], starts, first, vectors[rows]), axis=1)
-    dealt = _dealt_order(starts + first // group, num_threads)
+    tasks = np.stack((rows, offsets[rows], starts, first, ends[parts], moves[parts]), axis=1)
+    order = np.argsort(-(starts + first // group), kind="stable")
+    dealt = np.concatenate([order[thread::num_threads] for thread in range(num_threads)])
     return np.ascontiguousarray(tasks[dealt], dtype=np.int64)
 
 
-def _tasks_of(wanted: Any, offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
-    """Tasks [M, 6] of the tokens `wanted` [S] only: columns as in `_tasks`, and the number of
-    tokens by which the result moves towards the start of the output."""
-    parts = -(-group // attention.TASK_ROWS)
-    places = np.repeat(np.arange(len(wanted)), parts)
-    tokens = wanted[places]
-    rows = np.searchsorted(offsets, tokens, side="right") - 1
-    within = tokens - offsets[rows]
-    starts = (contexts - np.diff(offsets))[rows]
-    first = within * group + np.tile(np.arange(parts) * attention.TASK_ROWS, len(wanted))
-    columns = rows, offsets[rows], starts, first, (within + 1) * group, tokens - places
-    dealt = _dealt_order(starts + within, num_threads)
-    return np.ascontiguousarray(np.stack(columns, axis=1)[dealt], dtype=np.int64)
-
-
-def _dealt_order(lengths: Any, num_threads: int) -> Any:
-    """An order of tasks of these lengths in which each thread's contiguous part has a similar
-    total."""
-    order = np.argsort(-lengths, kind="stable")
-    return np.concatenate([order[thread::num_threads] for thread in range(num_threads)])
-
-
-_NO_TASKS = np.empty((0, 6), dtype=np.int64)
+_NO_TASKS = np.empty((0, attention.TASK_FIELDS), dtype=np.int64)

@@ -95,25 +95,18 @@ class SharedMemoryCollectives:
     ) -> None:
         """memory: `memory_bytes` bytes, shared by all ranks."""
         self.rank, self.size = rank, size
-        self._memory, self.deadline_s = memory, deadline_s
-        # See `exchange.FIELDS`.
+        self._memory = memory
         self._stop = np.zeros(1, np.int64)
-        start = tensor_address(memory, torch.uint8)
-        lines = start + exchange.HEAD_BYTES
-        slot_bytes = whole_pages(slot_bytes)
-        slots = start + _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
-        self.exchange = np.array(
-            [
-                (
-                    *(lines, slots, slot_bytes, rank, size, int(deadline_s * 1e9)),
-                    self._stop.ctypes.data,
-                )
-            ],
-            exchange.EXCHANGE,
-        )
-        """[1], for compiled code."""
-        rows = memory[slots - start :][: 2 * size * slot_bytes]
-        self._slots = rows.view(size, 2, slot_bytes)
+        start, slot_bytes = tensor_address(memory, torch.uint8), whole_pages(slot_bytes)
+        head_bytes = _head_bytes(size)
+        self.exchange = np.zeros(1, exchange.EXCHANGE)
+        """For compiled code."""
+        own = self.exchange[0]
+        own["lines"], own["slots"] = start + exchange.HEAD_BYTES, start + head_bytes
+        own["slot_bytes"], own["rank"], own["size"] = slot_bytes, rank, size
+        own["stop"] = self._stop.ctypes.data
+        self.wait_at_most(deadline_s)
+        self._slots = memory[head_bytes : memory_bytes(size, slot_bytes)].view(size, 2, slot_bytes)
         self._number, self._count = 0, 0
         self._rendezvous: Rendezvous | None = None
 
@@ -174,10 +167,7 @@ class SharedMemoryCollectives:
         assert partial.dtype in _FLOATS, "sums are of numbers with a fraction"
         flat = partial.contiguous().view(-1)
         for piece in torch.split(flat, self._slots.shape[2] // 4):
-            word = self.reserve(1)
-            parts = self._slots[:, word & 1, : 4 * len(piece)].view(torch.float32)
-            parts[self.rank].copy_(piece)
-            self._exchange(word)
+            parts = self._parts(piece.float())
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
@@ -189,27 +179,27 @@ class SharedMemoryCollectives:
         flat = part.contiguous().view(-1).view(torch.uint8)
         found = torch.empty(self.size, *part.shape, dtype=part.dtype)
         taken = found.view(self.size, part.numel()).view(torch.uint8)
-        for first in range(0, len(flat), self._slots.shape[2]):
-            piece = flat[first : first + self._slots.shape[2]]
-            word = self.reserve(1)
-            parts = self._slots[:, word & 1, : len(piece)]
-            parts[self.rank].copy_(piece)
-            self._exchange(word)
-            taken[:, first : first + len(piece)] = parts
+        pieces = torch.split(flat, self._slots.shape[2])
+        for piece, target in zip(pieces, torch.split(taken, self._slots.shape[2], 1), strict=True):
+            target.copy_(self._parts(piece))
         return torch.cat(list(found), dim=-1)
 
     def broadcast(self, values: Ints) -> Ints:
         """See Collectives."""
         flat = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
         for piece in torch.split(flat, self._slots.shape[2] // 8):
-            word = self.reserve(1)
-            given = self._slots[0, word & 1, : 8 * len(piece)].view(torch.int64)
-            if self.rank == 0:
-                given.copy_(piece)
-            self._exchange(word)
-            piece.copy_(given)
+            piece.copy_(self._parts(piece)[0])
         values[...] = flat.numpy().reshape(values.shape)
         return values
+
+    def _parts(self, own: Tensor) -> Tensor:
+        """The tensors [size, n] of all ranks, which each call this with `own` [n]; valid until the
+        next operation but one."""
+        word = self.reserve(1)
+        parts = self._slots[:, word & 1, : own.nbytes].view(own.dtype)
+        parts[self.rank].copy_(own)
+        self._exchange(word)
+        return parts
 
     def fail(self, number: int) -> None:
         """See Collectives."""
@@ -228,8 +218,7 @@ class SharedMemoryCollectives:
 
 def memory_bytes(size: int, slot_bytes: int) -> int:
     """Bytes of the memory that `size` ranks share."""
-    head = _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
-    return head + 2 * size * whole_pages(slot_bytes)
+    return _head_bytes(size) + 2 * size * whole_pages(slot_bytes)
 
 
 def whole_pages(nbytes: int) -> int:
@@ -238,4 +227,4 @@ def whole_pages(nbytes: int) -> int:
 
 
 def _head_bytes(size: int) -> int:
-    return exchange.HEAD_BYTES + size * exchange.BYTES_OF_RANK
+    return whole_pages(exchange.HEAD_BYTES + size * exchange.BYTES_OF_RANK)

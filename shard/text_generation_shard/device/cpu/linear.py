@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device.base import ALL, Matrix
-from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
-from text_generation_shard.device.cpu.kernels.linear import PackedWeight
+from text_generation_shard.device.cpu.kernels.linear import GroupedWeight, PackedWeight
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.linear import dtype_name
 from text_generation_shard.device.reference.quantized import (

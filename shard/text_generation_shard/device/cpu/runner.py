@@ -122,7 +122,7 @@ class FusedDecoder:
         collectives = weights.world.collectives if weights.world.size > 1 else None
         self._ranks = collectives if isinstance(collectives, SharedMemoryCollectives) else None
         # Why waiting for a rank failed in a pass.
-        self._status = aligned(1, torch.int64)
+        self._status = aligned(1, torch.int64).zero_()
         kind = _packed(weights.layers[0], "qkv").weight_kind
         self._kinds = kind, head_kind, marker(dtype)
         self._layers = np.zeros(len(weights.layers), layers.LAYER)
@@ -139,7 +139,7 @@ class FusedDecoder:
         sizes, own, ranks = self._weights.sizes, self._weights.own, self._ranks
         out, down = (_packed(self._weights.layers[0], name) for name in ("out", "down"))
         weight_kind, head_kind, kind = (typeof(kind) for kind in self._kinds)
-        codes = layers.codes(weight_kind, head_kind, kind, ranks is not None)
+        codes = layers.codes(weight_kind, head_kind, kind)
         values: dict[str, float] = codes | {
             "hidden_size": sizes.hidden_size,
             "inner_size": own.intermediate_size,
@@ -155,6 +155,7 @@ class FusedDecoder:
             "head_scales": 0 if self._head is None else self._head.beside_address,
             "final_norm": tensor_address(self._weights.norm, torch.float32),
             "vocab_size": own.num_tokens,
+            "status": tensor_address(self._status),
             "embedding_multiplier": sizes.embedding_multiplier,
             "attention_scale": sizes.attention_scale,
             "eps": sizes.norm_eps,
@@ -165,7 +166,6 @@ class FusedDecoder:
                 "first_token": own.first_token,
                 "vectors": self._embedding,
                 "row_itemsize": self._dtype.itemsize,
-                "status": tensor_address(self._status),
             }
         constants = np.zeros(1, layers.PASS)
         for name, value in values.items():

@@ -15,34 +15,21 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import int64, njit
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import Address, Count, struct_type, vector_code
-from text_generation_shard.device.cpu.kernels.llvm import (
-    INTS,
-    LANES,
-    VECTOR_BYTES,
-    WORDS,
-    Table,
-    array_at,
-    chosen,
-    filled,
-    load,
-    reinterpreted,
-    scratch,
-    store,
+from text_generation_shard.device.cpu.kernels import (
+    Address,
+    Count,
+    llvm,
+    struct_type,
+    vector,
+    vector_code,
 )
-from text_generation_shard.device.cpu.kernels.vector import (
-    ADDRESS,
-    BFLOAT16,
-    aligned,
-    inlined,
-    tensor_address,
-)
-from text_generation_shard.device.cpu.kernels.vector import (
-    STEP_BYTES as INPUT_BYTES,
-)
+from text_generation_shard.device.cpu.kernels.items import compute_all
+from text_generation_shard.device.cpu.kernels.llvm import INTS, LANES, VECTOR_BYTES, WORDS
+from text_generation_shard.device.cpu.kernels.product import SUMS_BYTES
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS, BFLOAT16
 
 STEPS: Final = 4
 """Steps stored together: a vector of codes, then two vectors of signs and mantissas of two steps
@@ -63,16 +50,16 @@ _EXPONENT_AT: Final = 7
 # Code 0 is the number 0. A table lookup uses 5 bits of an index: a code, and an arbitrary bit of
 # the next code. So the table holds each exponent twice.
 _EXPONENTS: Final = [0] + [_TOP - _NUM_CODES + 1 + code for code in range(1, _NUM_CODES)]
-_TABLE: Final = Table(WORDS, [number << _EXPONENT_AT for number in _EXPONENTS] * 2)
+_TABLE: Final = llvm.Table(WORDS, [number << _EXPONENT_AT for number in _EXPONENTS] * 2)
 # int64 per vector.
 _LINE: Final = VECTOR_BYTES // 8
 
 
-@inlined
+@vector.inlined
 def decoded(address: int) -> Any:
     """Decode the four steps at an address to vectors of pairs of bfloat16."""
-    codes, words = load(WORDS, address), load(WORDS, address + VECTOR_BYTES)
-    others = load(WORDS, address + 2 * VECTOR_BYTES)
+    codes, words = llvm.load(WORDS, address), llvm.load(WORDS, address + VECTOR_BYTES)
+    others = llvm.load(WORDS, address + 2 * VECTOR_BYTES)
     return (
         _numbers(codes, words),
         _numbers(codes >> _BITS, vector_code.swap_bytes(words)),
@@ -81,42 +68,39 @@ def decoded(address: int) -> Any:
     )
 
 
-@inlined
+@vector.inlined
 def _numbers(codes: Any, words: Any) -> Any:
-    return reinterpreted(INTS, (words & _SIGN_AND_MANTISSA) | vector_code.look_up(_TABLE, codes))
+    return llvm.reinterpreted(
+        INTS, (words & _SIGN_AND_MANTISSA) | vector_code.look_up(_TABLE, codes)
+    )
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
 def add_exceptions(
-    beside: int, panels: Any, inputs: int, row_bytes: int, rows: int, sums: Any
+    beside: int, panel: int, all_panels: int, inputs: int, row_bytes: int, rows: int, sums: int
 ) -> None:
-    """Add the exceptions of some panels to the sums of some rows. beside: address of
-    `Narrowed.beside`. panels: the first, their number, and the number of all panels. inputs:
-    address of the rows. sums: address, and bytes per row of sums."""
-    first, count, all_panels = panels
-    sums_at, sums_stride = sums
+    """Add the exceptions of a panel, one of `all_panels`, to the sums of a tile of some rows.
+    beside: address of `Narrowed.beside`; inputs: address of the rows."""
     firsts_at = beside + all_panels * VECTOR_BYTES
-    firsts = array_at(ADDRESS, firsts_at)
-    if firsts[first] == firsts[first + count]:
+    firsts = llvm.array_at(ADDRESS, firsts_at)
+    if firsts[panel] == firsts[panel + 1]:
         return
     steps_at = firsts_at + (all_panels + 1) * 8
-    steps, end = array_at(ADDRESS, steps_at), steps_at + firsts[all_panels] * 8
+    steps, end = llvm.array_at(ADDRESS, steps_at), steps_at + firsts[all_panels] * 8
     vectors = -(-end // VECTOR_BYTES) * VECTOR_BYTES
-    for column in range(count):
-        for index in range(firsts[first + column], firsts[first + column + 1]):
-            start = (vectors + index * VECTOR_BYTES,)
-            source, to = inputs + steps[index] * INPUT_BYTES, sums_at + column * VECTOR_BYTES
-            for row in range(rows):
-                at, own = source + row * row_bytes, to + row * sums_stride
-                total = vector_code.load_sums(1, 1, own, 0)
-                total = vector_code.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
-                vector_code.store_sums(total, own, 0)
+    for index in range(firsts[panel], firsts[panel + 1]):
+        start, source = (vectors + index * VECTOR_BYTES,), inputs + steps[index] * vector.STEP_BYTES
+        for row in range(rows):
+            at, own = source + row * row_bytes, sums + row * SUMS_BYTES
+            total = vector_code.load_sums(1, 1, own, 0)
+            total = vector_code.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
+            vector_code.store_sums(total, own, 0)
 
 
-@inlined
+@vector.inlined
 def load_step(kind: Any, start: int) -> Any:
     """For `add_steps`: the pairs of one step."""
-    return (load(INTS, start),)
+    return (llvm.load(INTS, start),)
 
 
 class Narrowed(NamedTuple):
@@ -155,96 +139,88 @@ def narrow(packed: Tensor) -> Narrowed:
     multiple of 4. Subnormal weights become 0; and in an output with weights of 2 ** 34 or more,
     weights below 2 ** -158 times the largest may become 0."""
     count, steps = packed.shape[:2]
-    numbers = aligned(count * steps * STEP_BYTES, torch.int8).view(count, -1)
-    scales, highest = torch.empty(count, LANES), aligned(count * 2 * LANES, torch.int16)
+    numbers = vector.aligned(count * steps * STEP_BYTES, torch.int8).view(count, -1)
+    scales, highest = torch.empty(count, LANES), vector.aligned(count * 2 * LANES, torch.int16)
     firsts = torch.zeros(count + 1, dtype=torch.int64)
     panels = Panels(
-        packed=tensor_address(packed, torch.bfloat16),
+        packed=vector.tensor_address(packed, torch.bfloat16),
         steps=steps,
-        highest=tensor_address(highest),
-        numbers=tensor_address(numbers),
-        scales=tensor_address(scales),
-        firsts=tensor_address(firsts),
-        counts=tensor_address(firsts[1:]),
+        highest=vector.tensor_address(highest),
+        numbers=vector.tensor_address(numbers),
+        scales=vector.tensor_address(scales),
+        firsts=vector.tensor_address(firsts),
+        counts=vector.tensor_address(firsts[1:]),
         exception_steps=0,
         vectors=0,
     )
-    narrow_panels(panels, count)
+    _compute(narrow_panel, panels, count)
     torch.cumsum(firsts, 0, out=firsts)
     num_exceptions = int(firsts[-1])
     head = torch.cat([scales.flatten().view(torch.int64), firsts])
     vectors_at = -(-(len(head) + num_exceptions) // _LINE) * _LINE
-    beside = aligned(vectors_at + num_exceptions * _LINE, torch.int64)
+    beside = vector.aligned(vectors_at + num_exceptions * _LINE, torch.int64)
     beside[: len(head)] = head
     panels = panels._replace(
-        exception_steps=tensor_address(beside[len(head) :]),
-        vectors=tensor_address(beside[vectors_at:]),
+        exception_steps=vector.tensor_address(beside[len(head) :]),
+        vectors=vector.tensor_address(beside[vectors_at:]),
     )
-    list_exceptions(panels, count)
+    _compute(list_exceptions, panels, count)
     return Narrowed(numbers, beside)
 
 
-@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def narrow_panels(panels: Panels, count: int) -> None:
-    """Convert the panels, and count their exceptions."""
-    for panel in prange(count):
-        _narrow_panel(panels, panel)
+def _compute(kernel: Any, panels: Panels, count: int) -> None:
+    compute_all(llvm.address_of(kernel, (PANELS, int64)), panels, count, True)
 
 
-@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def list_exceptions(panels: Panels, count: int) -> None:
-    """Write the steps and vectors of exceptions."""
-    for panel in prange(count):
-        _list_panel(panels, panel)
-
-
-@inlined
-def _narrow_panel(panels: Panels, panel: int) -> None:
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def narrow_panel(panels: Panels, panel: int) -> None:
+    """Convert a panel, and count its exceptions."""
     steps = panels.steps
     source = panels.packed + panel * steps * VECTOR_BYTES
     bases = panels.highest + panel * VECTOR_BYTES
     target = panels.numbers + panel * steps * STEP_BYTES
-    highest = filled(WORDS, _LEAST)
+    highest = llvm.filled(WORDS, _LEAST)
     for step in range(steps):
-        found = _exponents(load(WORDS, source + step * VECTOR_BYTES))
-        highest = chosen((found < _INFINITE) & (found > highest), found, highest)
-    store(highest, bases)
-    exponents = array_at(BFLOAT16, bases)
-    bits = array_at(np.int32(0), panels.scales + panel * VECTOR_BYTES)
+        found = _exponents(llvm.load(WORDS, source + step * VECTOR_BYTES))
+        highest = llvm.chosen((found < _INFINITE) & (found > highest), found, highest)
+    llvm.store(highest, bases)
+    exponents = llvm.array_at(BFLOAT16, bases)
+    bits = llvm.array_at(np.int32(0), panels.scales + panel * VECTOR_BYTES)
     for output in range(LANES):
         base = max(exponents[2 * output], exponents[2 * output + 1])
         exponents[2 * output] = exponents[2 * output + 1] = base
         # A power of two as float32.
         bits[output] = (np.int32(base) - _TOP + 127) << 23
-    highest = load(WORDS, bases)
-    count, unused = 0, scratch(1)
+    highest = llvm.load(WORDS, bases)
+    count, unused = 0, llvm.scratch(1)
     for step in range(0, steps, STEPS):
         if _store_codes(source + step * VECTOR_BYTES, highest, target + step * STEP_BYTES):
             for one in range(step, step + STEPS):
                 count += _store_exceptions(source + one * VECTOR_BYTES, highest, unused)
-    array_at(ADDRESS, panels.counts)[panel] = count
+    llvm.array_at(ADDRESS, panels.counts)[panel] = count
 
 
-@inlined
-def _list_panel(panels: Panels, panel: int) -> None:
-    firsts = array_at(ADDRESS, panels.firsts)
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def list_exceptions(panels: Panels, panel: int) -> None:
+    """Write the steps and vectors of a panel's exceptions."""
+    firsts = llvm.array_at(ADDRESS, panels.firsts)
     source = panels.packed + panel * panels.steps * VECTOR_BYTES
-    highest = load(WORDS, panels.highest + panel * VECTOR_BYTES)
+    highest = llvm.load(WORDS, panels.highest + panel * VECTOR_BYTES)
     index, step = firsts[panel], 0
     while index < firsts[panel + 1]:
         to = panels.vectors + index * VECTOR_BYTES
         if _store_exceptions(source + step * VECTOR_BYTES, highest, to):
-            array_at(ADDRESS, panels.exception_steps)[index] = step
+            llvm.array_at(ADDRESS, panels.exception_steps)[index] = step
             index += 1
         step += 1
 
 
-@inlined
+@vector.inlined
 def _exponents(words: Any) -> Any:
     return (words >> _EXPONENT_AT) & 255
 
 
-@inlined
+@vector.inlined
 def _code(words: Any, highest: Any) -> Any:
     """Codes of a vector; a mask of valid codes; a mask of exceptions."""
     exponents = _exponents(words)
@@ -255,17 +231,17 @@ def _code(words: Any, highest: Any) -> Any:
     return code, is_coded, is_number & ((code < 1) | (code >= _NUM_CODES))
 
 
-@inlined
+@vector.inlined
 def _coded(address: int, highest: Any) -> Any:
     """Codes of the vector at an address, 0 where invalid; its signs and mantissas; and a mask of
     exceptions."""
-    words = load(WORDS, address)
+    words = llvm.load(WORDS, address)
     code, is_coded, is_exception = _code(words, highest)
-    kept = chosen(is_coded, words & _SIGN_AND_MANTISSA, 0)
-    return chosen(is_coded, code, 0), kept, is_exception
+    kept = llvm.chosen(is_coded, words & _SIGN_AND_MANTISSA, 0)
+    return llvm.chosen(is_coded, code, 0), kept, is_exception
 
 
-@inlined
+@vector.inlined
 def _store_codes(vectors: int, highest: Any, target: int) -> Any:
     """Encode four steps at `vectors` to `target`; whether there are exceptions."""
     code_0, kept_0, is_0 = _coded(vectors, highest)
@@ -273,21 +249,21 @@ def _store_codes(vectors: int, highest: Any, target: int) -> Any:
     code_2, kept_2, is_2 = _coded(vectors + 2 * VECTOR_BYTES, highest)
     code_3, kept_3, is_3 = _coded(vectors + 3 * VECTOR_BYTES, highest)
     lower, upper = code_0 | (code_1 << _BITS), code_2 | (code_3 << _BITS)
-    store(lower | (upper << (2 * _BITS)), target)
-    store(kept_0 | vector_code.swap_bytes(kept_1), target + VECTOR_BYTES)
-    store(kept_2 | vector_code.swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
+    llvm.store(lower | (upper << (2 * _BITS)), target)
+    llvm.store(kept_0 | vector_code.swap_bytes(kept_1), target + VECTOR_BYTES)
+    llvm.store(kept_2 | vector_code.swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
     return vector_code.is_any(is_0 | is_1 | is_2 | is_3)
 
 
-@inlined
-def _store_exceptions(vector: int, highest: Any, target: int) -> Any:
-    """Store the exceptions of a vector, multiplied by the power of two of their outputs; whether
-    there are any."""
-    words = load(WORDS, vector)
+@vector.inlined
+def _store_exceptions(source: int, highest: Any, target: int) -> Any:
+    """Store the exceptions of the vector at `source`, multiplied by the power of two of their
+    outputs; whether there are any."""
+    words = llvm.load(WORDS, source)
     code, _, is_exception = _code(words, highest)
     exponents = code + (_TOP - _NUM_CODES + 1)
     moved = (words & _SIGN_AND_MANTISSA) | (exponents << _EXPONENT_AT)
-    moved = chosen(exponents > 0, moved, 0)
-    moved = chosen(_exponents(words) == _INFINITE, words, moved)
-    store(chosen(is_exception, moved, 0), target)
+    moved = llvm.chosen(exponents > 0, moved, 0)
+    moved = llvm.chosen(_exponents(words) == _INFINITE, words, moved)
+    llvm.store(llvm.chosen(is_exception, moved, 0), target)
     return vector_code.is_any(is_exception)

@@ -14,34 +14,19 @@ from text_generation_shard.device.cpu.kernels import (
     RealRows,
     Reals,
     ShortRows,
+    llvm,
     struct_type,
+    vector_code,
 )
 from text_generation_shard.device.cpu.kernels.cutoff import reached_at
-from text_generation_shard.device.cpu.kernels.llvm import (
-    Vector,
-    address_of,
-    array_at,
-    call,
-    chosen,
-    load,
-    reinterpreted,
-    scratch,
-    store,
-)
+from text_generation_shard.device.cpu.kernels.items import compute_all
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, INTERNAL, inlined
-from text_generation_shard.device.cpu.kernels.vector_code import (
-    fma,
-    largest_number,
-    nearest,
-    polynomial,
-    sum_of_lanes,
-)
 from text_generation_shard.sampling.table import SAMPLING_ROW
 
 BLOCK: Final = 128
 """Neighbouring scores that are processed together."""
-_BLOCK: Final = Vector(float32, BLOCK)
-_INTS: Final = Vector(types.int32, BLOCK)
+_BLOCK: Final = llvm.Vector(float32, BLOCK)
+_INTS: Final = llvm.Vector(types.int32, BLOCK)
 
 _LOG2_E: Final = 1.4426950408889634
 # ln 2 in two parts, the first with few bits, so that its products with small integers are exact
@@ -107,19 +92,10 @@ def choose(choices: Choices) -> None:
     """Choose a token from each row of scores. If a score is NaN or infinite, or no score is above
     -inf, the token is arbitrary and its log-probability is NaN."""
     assert choices.scores.flags.c_contiguous
+    choices.chosen_ids[:] = -1
     # Waking a thread takes longer than one row.
-    if len(choices.scores) == 1:
-        choose_one(choices, 0)
-    else:
-        choose_many(address_of(choose_one, TAKEN), choices)
-
-
-@njit(parallel=True, nogil=True, cache=True)
-def choose_many(code: int, choices: Choices) -> None:
-    """`choose` in several threads; code: address of `choose_one`."""
-    for index in prange(len(choices.scores)):
-        choices.chosen_ids[index] = -1
-        call(code, (choices, np.int64(index)))
+    is_shared = len(choices.scores) > 1
+    compute_all(llvm.address_of(choose_one, TAKEN), choices, len(choices.scores), is_shared)
 
 
 @njit(cache=True, **_QUIET)
@@ -222,10 +198,10 @@ def _drawn(scores: Any, params: Any, number: float) -> Any:
 @njit(**INTERNAL)
 def best_of(scores: Any) -> Any:
     """Index of the best score of a row; the first one of equals."""
-    spare = scratch(8)
+    spare = llvm.scratch(8)
     highest, first = _NOTHING, 0
     for start in range(0, len(scores), BLOCK):
-        top = largest_number(load(_BLOCK, _block_at(scores, start, spare)))
+        top = vector_code.largest_number(llvm.load(_BLOCK, _block_at(scores, start, spare)))
         if top > highest:
             highest, first = top, start
     for index in range(first, min(first + BLOCK, len(scores))):
@@ -240,7 +216,7 @@ def _block_at(scores: Any, start: int, spare: int) -> Any:
     address = np.int64(scores.ctypes.data) + 4 * start
     if start + BLOCK <= len(scores):
         return address
-    copy = array_at(FLOAT32, spare)
+    copy = llvm.array_at(FLOAT32, spare)
     for index in range(BLOCK):
         is_there = start + index < len(scores)
         copy[index] = scores[start + index] if is_there else _NOTHING
@@ -250,7 +226,7 @@ def _block_at(scores: Any, start: int, spare: int) -> Any:
 @njit(**INTERNAL)
 def _mass(scores: Any, highest: Any) -> Any:
     """The sum of e ** (score - highest)."""
-    spare, weights = scratch(8), scratch(8)
+    spare, weights = llvm.scratch(8), llvm.scratch(8)
     total = 0.0
     for start in range(0, len(scores), BLOCK):
         total += _weigh(_block_at(scores, start, spare), highest, weights)
@@ -261,18 +237,18 @@ def _mass(scores: Any, highest: Any) -> Any:
 def _weigh(scores: int, highest: Any, weights: int) -> Any:
     """Store e ** (score - highest) of 128 scores at `weights`; returns their sum. No score is above
     `highest`; scores far below weigh 0, and NaN weighs NaN."""
-    value = load(_BLOCK, scores) - highest
+    value = llvm.load(_BLOCK, scores) - highest
     is_far = value < _FARTHEST
-    value = chosen(is_far, _FARTHEST, value)
-    whole = nearest(value * _LOG2_E)
-    part = fma(fma(value, whole, -_LN2_HIGH), whole, -_LN2_LOW)
-    rest = fma(part, polynomial(part, _SERIES), part * part)
+    value = llvm.chosen(is_far, _FARTHEST, value)
+    whole = vector_code.nearest(value * _LOG2_E)
+    part = vector_code.fma(vector_code.fma(value, whole, -_LN2_HIGH), whole, -_LN2_LOW)
+    rest = vector_code.fma(part, vector_code.polynomial(part, _SERIES), part * part)
     # No conversion to integer, whose result for NaN is undefined in LLVM.
-    powers = reinterpreted(_INTS, whole + (_WHOLE + 127.0)) << 23
-    weight = (rest + 1.0) * reinterpreted(_BLOCK, powers)
-    weight = chosen(is_far, 0.0, weight)
-    store(weight, weights)
-    return sum_of_lanes(weight)
+    powers = llvm.reinterpreted(_INTS, whole + (_WHOLE + 127.0)) << 23
+    weight = (rest + 1.0) * llvm.reinterpreted(_BLOCK, powers)
+    weight = llvm.chosen(is_far, 0.0, weight)
+    llvm.store(weight, weights)
+    return vector_code.sum_of_lanes(weight)
 
 
 @njit(**INTERNAL)
@@ -285,7 +261,7 @@ def _scale(scores: Any, highest: Any, temperature: Any) -> None:
 @njit(**INTERNAL)
 def _weigh_all(scores: Any, weights: Any, sums: Any) -> None:
     """Write e ** score for scores of at most 0, and the sums of blocks."""
-    spare, address = scratch(8), np.int64(weights.ctypes.data)
+    spare, address = llvm.scratch(8), np.int64(weights.ctypes.data)
     for block in range(len(sums)):
         start = block * BLOCK
         scores_at = _block_at(scores, start, spare)

@@ -23,13 +23,18 @@ from text_generation_shard.device.cpu.kernels import (
     choice,
     exchange,
     layers,
-    rank_steps,
 )
-from text_generation_shard.device.cpu.kernels.grouped_linear import multiply_grouped
-from text_generation_shard.device.cpu.kernels.linear import multiply, weights_marker
-from text_generation_shard.device.cpu.kernels.pointwise import NORM, normalize
+from text_generation_shard.device.cpu.kernels.grouped import sum_inputs
+from text_generation_shard.device.cpu.kernels.items import (
+    all_signature,
+    compute_all,
+    item_signature,
+)
+from text_generation_shard.device.cpu.kernels.linear import weights_marker
+from text_generation_shard.device.cpu.kernels.multiply import multiply
+from text_generation_shard.device.cpu.kernels.pointwise import Norm
 from text_generation_shard.device.cpu.kernels.product import PRODUCT
-from text_generation_shard.device.cpu.kernels.steps import compute_item
+from text_generation_shard.device.cpu.kernels.rank_steps import compute_item
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 
 logger = logging.getLogger(__name__)
@@ -171,26 +176,22 @@ def _kernels(models: Wanted) -> Kernels:
     }
     # Some weights are not quantized, and an int4 model has some int8 weights.
     for form in dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,)))):
-        for function, signature in (*layers.kernels(form, kind).values(), _product(form, kind)):
+        product = multiply, (int64, form, kind, PRODUCT)
+        for function, signature in (*layers.kernels(form, kind).values(), product):
             known = found.setdefault(function, [])
             if signature not in known:
                 known.append(signature)
     # For a model with several kinds of weights; the warm-up passes compile its other kernels.
-    found |= {normalize: [(kind, NORM, int64)], compute_item: [item]}
+    taken = [choice.TAKEN[0], item_signature(Norm, kind)[0]]
     if models.has_ranks:
-        found |= {rank_steps.compute_rank_item: [item], rank_steps.write_rank_phases: [item[:2]]}
         for function in (exchange.exchange_word, exchange.abort_message):
             found[function] = [(exchange.EXCHANGES, int64)]
     if plain == typeof(BFLOAT12):
-        for function in (bfloat12.narrow_panels, bfloat12.list_exceptions):
+        for function in (bfloat12.narrow_panel, bfloat12.list_exceptions):
             found[function] = [(bfloat12.PANELS, int64)]
-    found[choice.choose_many] = [(int64, choice.TAKEN[0])]
+        taken.append(bfloat12.PANELS)
+    if weight_kind == uint8:
+        found[sum_inputs] = [(PRODUCT,)]
+    found |= {compute_item: [item], compute_all: [all_signature(given) for given in taken]}
     found[attention.plan_rows] = [attention.PLANNED]
     return found
-
-
-def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The product with such weights outside the layers, and its signature."""
-    if weight_kind == uint8:
-        return multiply_grouped, (int64, PRODUCT)
-    return multiply, (int64, weight_kind, kind, PRODUCT)

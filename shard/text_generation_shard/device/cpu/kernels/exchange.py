@@ -18,32 +18,27 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from text_generation_shard.device.cpu.kernels import llvm
-from text_generation_shard.device.cpu.kernels.llvm import (
-    INT32,
-    INT64,
-    call_llvm,
-    instruction,
-)
+from text_generation_shard.device.cpu.kernels.llvm import INT32, INT64
 
 # CLOCK_MONOTONIC of Linux.
 _MONOTONIC: Final = 1
 
 
-@instruction(types.int64)
+@llvm.instruction(types.int64)
 def now_ns(builder: Any, kinds: Any) -> Any:
     """Monotonic time in nanoseconds, as time.monotonic_ns()."""
     with builder.goto_entry_block():
         times = builder.alloca(INT64, size=INT32(2))
-    call_llvm(builder, "clock_gettime", INT32, INT32(_MONOTONIC), times)
+    llvm.call_llvm(builder, "clock_gettime", INT32, INT32(_MONOTONIC), times)
     seconds = builder.load(times)
     rest = builder.load(builder.gep(times, [INT32(1)]))
     return builder.add(builder.mul(seconds, INT64(10**9)), rest)
 
 
-@instruction(types.void)
+@llvm.instruction(types.void)
 def sleep(builder: Any, kinds: Any, microseconds: Any) -> None:
     """Sleep for at least this number of microseconds."""
-    call_llvm(builder, "usleep", INT32, builder.trunc(microseconds, INT32))
+    llvm.call_llvm(builder, "usleep", INT32, builder.trunc(microseconds, INT32))
 
 
 COUNT_BITS: Final = 24

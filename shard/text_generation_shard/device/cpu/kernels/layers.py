@@ -21,18 +21,12 @@ from text_generation_shard.device.cpu.kernels import (
     pointwise,
     struct_type,
 )
-from text_generation_shard.device.cpu.kernels.grouped_linear import (
-    GROUP,
-    multiply_grouped_item,
-    sum_groups,
-)
-from text_generation_shard.device.cpu.kernels.linear import item_signature, multiply_item
-from text_generation_shard.device.cpu.kernels.llvm import address_of, call, itemsize
-from text_generation_shard.device.cpu.kernels.rank_steps import (
-    compute_rank_item,
-    write_rank_phases,
-)
-from text_generation_shard.device.cpu.kernels.steps import compute_item, num_phases, write_phases
+from text_generation_shard.device.cpu.kernels.grouped import GROUP, sum_groups
+from text_generation_shard.device.cpu.kernels.items import item_signature
+from text_generation_shard.device.cpu.kernels.llvm import address_of, itemsize
+from text_generation_shard.device.cpu.kernels.multiply import multiply_item, multiply_signature
+from text_generation_shard.device.cpu.kernels.rank_steps import compute_item, write_phases
+from text_generation_shard.device.cpu.kernels.steps import num_phases
 from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, run_phases
 
 FIELDS: Final = {
@@ -70,8 +64,6 @@ CODES: Final = {
     "attend": "of `attend_task`",
     "add_bias": "of `add_bias`",
     "widen": "of `widen_row`",
-    "own_item": "with several ranks: of `compute_item`; `item` is that of `compute_rank_item`",
-    "write_phases": "with several ranks: of `write_rank_phases`",
 }
 """Addresses of the functions that compute items, see `llvm.call`."""
 SIZES: Final = {
@@ -92,6 +84,7 @@ OTHERS: Final = {
     "head_scales": "as qkv_scales",
     "final_norm": "address: weights of the norm before the head, [hidden_size] float32",
     "vocab_size": "tokens of the head",
+    "status": "address of a status word: why waiting for a rank failed, initially 0",
 }
 """The rank's fields of embedding and head."""
 OF_RANKS: Final = exchange.FIELDS | {
@@ -100,7 +93,6 @@ OF_RANKS: Final = exchange.FIELDS | {
     "row_itemsize": "bytes of a row's element",
     "word": "word of the first operation of a pass, see `rank_steps`",
     "num_words": "operations of the pass",
-    "status": "address of a status word: why waiting for a rank failed, initially 0",
 }
 """For several ranks; else 0."""
 CONSTANTS: Final = {
@@ -150,13 +142,12 @@ class Given(NamedTuple):
     # [T] token ids, and [T] rows of `angles`.
     input_ids: Ints
     positions: Ints
-    # [T], [R, width] and [N, 5]: see `attention`.
+    # [T], [R, width] and [N, 6]: see `attention.Attention`.
     slots: Ints
     block_tables: IntRows
     tasks: IntRows
     # [S] tokens whose last hidden states are wanted, in order. If S < T, tasks [M, 6] of these
-    # tokens; the last column is the number of tokens by which the result moves towards the start of
-    # the output.
+    # tokens.
     wanted: Ints
     last_tasks: IntRows
     # [S, vocab_size]; [0, 0]: not wanted.
@@ -169,37 +160,33 @@ Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 def kernels(weight_kind: Any, kind: Any) -> Kernels:
     """Functions and signatures of CODES, except those of items, for weights and rows of these
     types; slowest to compile first."""
-    is_grouped = weight_kind == uint8
-    multiply = multiply_grouped_item if is_grouped else multiply_item
+    norm, rotation, heads = (
+        item_signature(struct, kind)
+        for struct in (pointwise.Norm, pointwise.Rotation, attention.Attention)
+    )
     found: Kernels = {
-        "attend": (attention.attend_task, attention.task_signature(kind)),
-        "multiply": (multiply, item_signature(weight_kind, kind)),
-        "rotate": (pointwise.rotate_row, (kind, pointwise.ROTATION, int64, int64)),
-        "store": (attention.store_token, (kind, attention.ATTENTION, int64, int64)),
-        "normalize": (pointwise.normalize_row, (kind, pointwise.NORM, int64)),
+        "attend": (attention.attend_task, heads),
+        "multiply": (multiply_item, multiply_signature(weight_kind, kind)),
+        "rotate": (pointwise.rotate_row, rotation),
+        "store": (attention.store_token, heads),
+        "normalize": (pointwise.normalize_row, norm),
         "add_bias": (pointwise.add_bias, (kind, int64, int64, int64)),
         "embed": (pointwise.scale_row, (kind, int64, float32, int64, int64)),
         "widen": (pointwise.widen_row, (kind, int64, int64, int64)),
     }
-    if is_grouped:
+    if weight_kind == uint8:
         found["sum_groups"] = sum_groups, (int64,) * 4
     return found
 
 
-def codes(weight_kind: Any, head_kind: Any, kind: Any, has_ranks: bool) -> dict[str, int]:
-    """CODES for these types of layers' weights, head and rows; compiles them if necessary.
-    has_ranks: there are several ranks."""
+def codes(weight_kind: Any, head_kind: Any, kind: Any) -> dict[str, int]:
+    """CODES for these types of layers' weights, head and rows; compiles them if necessary."""
     of_kinds = kernels(weight_kind, kind)
     found = {name: address_of(*kernel) for name, kernel in of_kinds.items()}
     found.setdefault("sum_groups", 0)
-    found["multiply_head"] = address_of(multiply_item, item_signature(head_kind, kind))
-    own = signature_of_item(weight_kind, head_kind, kind)
-    found |= {"item": address_of(compute_item, own), "own_item": 0, "write_phases": 0}
-    if has_ranks:
-        found["own_item"] = found["item"]
-        found["item"] = address_of(compute_rank_item, own)
-        found["write_phases"] = address_of(write_rank_phases, own[:2])
-    return found
+    found["multiply_head"] = address_of(multiply_item, multiply_signature(head_kind, kind))
+    item = signature_of_item(weight_kind, head_kind, kind)
+    return found | {"item": address_of(compute_item, item)}
 
 
 def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
@@ -235,10 +222,7 @@ def run_layers(given: Given, memory: Any, num_threads: int) -> int:
         this.scores = np.int64(logits.ctypes.data)
     # Each operation of ranks adds at most four phases.
     phases = np.zeros(num_phases(given) + 4 * this.num_words, PHASE)
-    if this.write_phases:
-        call(this.write_phases, (given, phases))
-    else:
-        write_phases(given, phases)
+    write_phases(given, phases)
     run_phases(this.item, given, phases, this.board, num_threads)
     return needed
 

@@ -8,28 +8,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import Address, Count, Real, struct_type
-from text_generation_shard.device.cpu.kernels.llvm import (
-    FLOATS,
-    LANES,
-    array_at,
-    filled,
-    itemsize,
-    rounded,
-    widened,
-)
-from text_generation_shard.device.cpu.kernels.vector import (
-    ADDRESS,
-    FLOAT32,
-    inlined,
-    load_numbers,
-    marker,
-    store_numbers,
-    tensor_address,
-)
+from text_generation_shard.device.cpu.kernels import Address, Count, Real, llvm, vector
+from text_generation_shard.device.cpu.kernels.items import compute
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, LANES
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32
 from text_generation_shard.device.cpu.kernels.vector_code import fma, sum_of_lanes
 
 # Up to this number of values, starting another thread costs more than it saves.
@@ -39,6 +24,7 @@ _SMALL: Final = 8192
 class Norm(NamedTuple):
     """Arguments of an RMS norm of rows."""
 
+    kind: Any
     # [rows, size]: hidden states, changed in place; delta, added to them times `multiplier` (0:
     # none); normalized rows.
     hidden: Address
@@ -51,9 +37,6 @@ class Norm(NamedTuple):
     size: Count
 
 
-NORM: Final = struct_type(Norm)
-
-
 def add_norm(
     hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
 ) -> Tensor:
@@ -63,33 +46,35 @@ def add_norm(
     """
     out = torch.empty_like(hidden)
     norm = Norm(
-        hidden=tensor_address(hidden),
-        delta=tensor_address(delta, hidden.dtype),
-        out=tensor_address(out),
-        weight=tensor_address(weight, torch.float32),
+        kind=vector.marker(hidden.dtype),
+        hidden=vector.tensor_address(hidden),
+        delta=vector.tensor_address(delta, hidden.dtype),
+        out=vector.tensor_address(out),
+        weight=vector.tensor_address(weight, torch.float32),
         multiplier=np.float32(multiplier),
         eps=np.float32(eps),
         size=hidden.shape[1],
     )
-    normalize(marker(hidden.dtype), norm, hidden.shape[0])
+    compute(normalize_row, norm, len(hidden), is_shared=hidden.numel() > _SMALL)
     return out
 
 
-@inlined
+@vector.inlined
 def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
     total = np.float32(0.0)
     for index in range(size):
-        value = widened(kind, numbers[index])
+        value = llvm.widened(kind, numbers[index])
         total += value * value
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def normalize_row(kind: Any, norm: Norm, row: int) -> None:
-    """`normalize` for one row, in vectors. Squares are summed lane by lane, in order."""
+def normalize_row(norm: Norm, row: int) -> None:
+    """`add_norm` for one row, in vectors. Squares are summed lane by lane, in order."""
+    kind = norm.kind
     whole = norm.size // LANES * LANES
-    rest, offset = norm.size - whole, row * norm.size * itemsize(kind)
-    total = filled(FLOATS, np.float32(0.0))
+    rest, offset = norm.size - whole, row * norm.size * llvm.itemsize(kind)
+    total = llvm.filled(FLOATS, np.float32(0.0))
     for start in range(0, whole, LANES):
         total = _add_squares(kind, norm, total, offset, start, LANES)
     if rest:
@@ -102,63 +87,55 @@ def normalize_row(kind: Any, norm: Norm, row: int) -> None:
         _scale(kind, norm, factor, offset, whole, rest)
 
 
-@inlined
+@vector.inlined
 def _add_squares(kind: Any, norm: Norm, total: Any, offset: int, start: int, count: int) -> Any:
     """Add the delta to up to 16 hidden states, and their squares to the total."""
-    at = offset + start * itemsize(kind)
-    value = load_numbers(kind, norm.hidden + at, count)
+    at = offset + start * llvm.itemsize(kind)
+    value = vector.load_numbers(kind, norm.hidden + at, count)
     if norm.delta != 0:
-        value = value + load_numbers(kind, norm.delta + at, count) * norm.multiplier
-        value = store_numbers(kind, value, norm.hidden + at, count)
+        value = value + vector.load_numbers(kind, norm.delta + at, count) * norm.multiplier
+        value = vector.store_numbers(kind, value, norm.hidden + at, count)
     return fma(total, value, value)
 
 
-@inlined
+@vector.inlined
 def _scale(kind: Any, norm: Norm, factor: Any, offset: int, start: int, count: int) -> None:
-    at = offset + start * itemsize(kind)
-    value = load_numbers(kind, norm.hidden + at, count) * factor
-    value = value * load_numbers(FLOAT32, norm.weight + start * 4, count)
-    store_numbers(kind, value, norm.out + at, count)
-
-
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def normalize(kind: Any, norm: Norm, rows: int) -> None:
-    """`add_norm` for addresses."""
-    if rows * norm.size > _SMALL:
-        for row in prange(rows):
-            normalize_row(kind, norm, row)
-    else:
-        for row in range(rows):
-            normalize_row(kind, norm, row)
+    at = offset + start * llvm.itemsize(kind)
+    value = vector.load_numbers(kind, norm.hidden + at, count) * factor
+    value = value * vector.load_numbers(FLOAT32, norm.weight + start * 4, count)
+    vector.store_numbers(kind, value, norm.out + at, count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def add_bias(kind: Any, out: int, bias: int, size: int) -> None:
     """out [size] += bias [size], in place."""
-    numbers, added = array_at(kind, out), array_at(kind, bias)
+    numbers, added = llvm.array_at(kind, out), llvm.array_at(kind, bias)
     for index in range(size):
-        numbers[index] = rounded(kind, widened(kind, numbers[index]) + widened(kind, added[index]))
+        numbers[index] = llvm.rounded(
+            kind, llvm.widened(kind, numbers[index]) + llvm.widened(kind, added[index])
+        )
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def scale_row(kind: Any, numbers: int, multiplier: Any, out: int, size: int) -> None:
     """out [size] = numbers [size] times a float32."""
-    source, target = array_at(kind, numbers), array_at(kind, out)
+    source, target = llvm.array_at(kind, numbers), llvm.array_at(kind, out)
     for index in range(size):
-        target[index] = rounded(kind, widened(kind, source[index]) * multiplier)
+        target[index] = llvm.rounded(kind, llvm.widened(kind, source[index]) * multiplier)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def widen_row(kind: Any, numbers: int, out: int, size: int) -> None:
     """Convert numbers [size] to float32 out [size]."""
-    narrow, wide = array_at(kind, numbers), array_at(FLOAT32, out)
+    narrow, wide = llvm.array_at(kind, numbers), llvm.array_at(FLOAT32, out)
     for index in range(size):
-        wide[index] = widened(kind, narrow[index])
+        wide[index] = llvm.widened(kind, narrow[index])
 
 
 class Rotation(NamedTuple):
     """Arguments of the rotation of heads."""
 
+    kind: Any
     # [rows, row_size], heads of `head_dim`; changed in place.
     heads: Address
     row_size: Count
@@ -167,17 +144,16 @@ class Rotation(NamedTuple):
     num_rotated: Count
     num_scaled: Count
     scale: Real
-    # [positions, 2, half] float32: cosines and sines for pairs of features i and i + half.
+    # [positions, 2, half] float32: cosines and sines for pairs of features i and i + half; and the
+    # position of each row, int64.
     angles: Address
+    positions: Address
     half: Count
     # [head_dim] float32: weights of the norms of queries (the scaled heads) and keys before the
     # rotation; 0: none.
     query_norm: Address
     key_norm: Address
     eps: Real
-
-
-ROTATION: Final = struct_type(Rotation)
 
 
 def rotate_(
@@ -195,53 +171,48 @@ def rotate_(
     """
     rows, count, size = heads.shape
     rotation = Rotation(
-        heads=tensor_address(heads),
+        kind=vector.marker(heads.dtype),
+        heads=vector.tensor_address(heads),
         row_size=count * size,
         head_dim=size,
         num_rotated=num_rotated,
         num_scaled=num_scaled,
         scale=np.float32(scale),
-        angles=tensor_address(angles, torch.float32),
+        angles=vector.tensor_address(angles, torch.float32),
+        positions=vector.tensor_address(positions, torch.int64),
         half=angles.shape[2],
         query_norm=0,
         key_norm=0,
         eps=np.float32(0.0),
     )
-    _rotate(marker(heads.dtype), rotation, tensor_address(positions, torch.int64), rows)
+    compute(rotate_row, rotation, rows, is_shared=heads.numel() > _SMALL)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def rotate_row(kind: Any, rotation: Rotation, row: int, position: int) -> None:
-    """Rotate the heads of one row by the angles of a position."""
+def rotate_row(rotation: Rotation, row: int) -> None:
+    """Rotate the heads of one row by the angles of its position."""
+    kind, position = rotation.kind, llvm.array_at(ADDRESS, rotation.positions)[row]
     half, size = rotation.half, rotation.head_dim
-    cosines = array_at(FLOAT32, rotation.angles + position * 2 * half * 4)
-    sines = array_at(FLOAT32, rotation.angles + (position * 2 + 1) * half * 4)
+    cosines = llvm.array_at(FLOAT32, rotation.angles + position * 2 * half * 4)
+    sines = llvm.array_at(FLOAT32, rotation.angles + (position * 2 + 1) * half * 4)
     for head in range(rotation.num_rotated):
         start = row * rotation.row_size + head * size
-        numbers = array_at(kind, rotation.heads + start * itemsize(kind))
+        numbers = llvm.array_at(kind, rotation.heads + start * llvm.itemsize(kind))
         norm = rotation.query_norm if head < rotation.num_scaled else rotation.key_norm
         if norm != 0:
             inverse = _inverse_rms(kind, numbers, size, rotation.eps)
-            weights = array_at(FLOAT32, norm)
+            weights = llvm.array_at(FLOAT32, norm)
             for feature in range(size):
-                value = widened(kind, numbers[feature]) * inverse * weights[feature]
-                numbers[feature] = rounded(kind, value)
+                value = llvm.widened(kind, numbers[feature]) * inverse * weights[feature]
+                numbers[feature] = llvm.rounded(kind, value)
         factor = rotation.scale if head < rotation.num_scaled else np.float32(1.0)
         for pair in range(half):
-            left, right = widened(kind, numbers[pair]), widened(kind, numbers[pair + half])
+            left, right = (
+                llvm.widened(kind, numbers[pair]),
+                llvm.widened(kind, numbers[pair + half]),
+            )
             cosine, sine = cosines[pair] * factor, sines[pair] * factor
-            numbers[pair] = rounded(kind, left * cosine - right * sine)
-            numbers[pair + half] = rounded(kind, right * cosine + left * sine)
+            numbers[pair] = llvm.rounded(kind, left * cosine - right * sine)
+            numbers[pair + half] = llvm.rounded(kind, right * cosine + left * sine)
         for feature in range(2 * half, size):
-            numbers[feature] = rounded(kind, widened(kind, numbers[feature]) * factor)
-
-
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _rotate(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
-    """positions: address of [rows] int64."""
-    if rows * rotation.row_size > _SMALL:
-        for row in prange(rows):
-            rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])
-    else:
-        for row in range(rows):
-            rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])
+            numbers[feature] = llvm.rounded(kind, llvm.widened(kind, numbers[feature]) * factor)

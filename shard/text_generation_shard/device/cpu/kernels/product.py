@@ -11,27 +11,12 @@ from text_generation_shard.device.cpu.kernels import (
     Count,
     Flag,
     are_vectors_wide,
+    llvm,
     struct_type,
+    vector,
 )
-from text_generation_shard.device.cpu.kernels.llvm import (
-    FLOATS,
-    INTS,
-    LANES,
-    VECTOR_BYTES,
-    array_at,
-    chosen,
-    constant_of_type,
-    itemsize,
-    load,
-    reinterpreted,
-    store,
-)
-from text_generation_shard.device.cpu.kernels.vector import (
-    FLOAT32,
-    exponential,
-    inlined,
-    store_numbers,
-)
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INTS, LANES, VECTOR_BYTES
+from text_generation_shard.device.cpu.kernels.vector import FLOAT32
 
 # A tile keeps its sums in registers: 8 x 3 of the 32 of AVX-512. Narrower vectors need two
 # registers each, and there are fewer.
@@ -57,7 +42,7 @@ class Product(NamedTuple):
 
     weights: Address
     # INT8: scales, float32 [num_outputs]; BFLOAT12: see `bfloat12.Narrowed`; INT4: input sums of
-    # groups, see `grouped_linear`; others: 0.
+    # groups, see `grouped`; others: 0.
     beside: Address
     inputs: Address
     out: Address
@@ -76,11 +61,27 @@ class Product(NamedTuple):
 PRODUCT: Final = struct_type(Product)
 
 
-@inlined
+class Outputs(NamedTuple):
+    """Some outputs of a product: `columns` panels from `panel`. `sums`: address of their sums, rows
+    of SUMS_BYTES."""
+
+    product: Product
+    panel: Count
+    columns: Count
+    sums: Address
+
+
+@vector.inlined
+def num_panels(num_outputs: int) -> int:
+    """Panels of LANES outputs."""
+    return -(-num_outputs // LANES)
+
+
+@vector.inlined
 def clear(sums: int, rows: int, columns: int) -> None:
     """Set the sums of a tile to 0."""
     for row in range(rows):
-        numbers = array_at(FLOAT32, sums + row * SUMS_BYTES)
+        numbers = llvm.array_at(FLOAT32, sums + row * SUMS_BYTES)
         for lane in range(columns * LANES):
             numbers[lane] = FLOAT32
 
@@ -103,35 +104,27 @@ def num_parts(num_inputs: int, part: int | None, unit: int) -> int:
     return count if is_branch else 1
 
 
-@inlined
-def add_part(
-    weight_kind: Any,
-    product: Product,
-    part: int,
-    panel: int,
-    columns: int,
-    rows: int,
-    sums: int,
-    levels: int,
-) -> None:
-    """Add the sums of a tile over one part to the tree at `levels`: a level holds the sum of 2 **
-    level parts that waits for its neighbour. The last part puts the whole sums in its place."""
-    scales = product.beside + _scales_at(weight_kind, product, panel, part)
-    distance = _scales_at(weight_kind, product, 1, 0)
+@vector.inlined
+def add_part(weight_kind: Any, own: Outputs, part: int, rows: int, levels: int) -> None:
+    """Add the sums of `rows` rows over one part to the tree at `levels`: a level holds the sum of
+    2 ** level parts that waits for its neighbour. The last part puts the whole sums in place."""
+    scales = own.product.beside + _scales_at(weight_kind, own.product, own.panel, part)
+    distance = _scales_at(weight_kind, own.product, 1, 0)
     for row in range(rows):
-        for column in range(columns):
-            at = row * SUMS_BYTES + column * VECTOR_BYTES
-            value, level, rest = load(FLOATS, sums + at), levels + at, part
+        for column in range(own.columns):
+            offset = row * SUMS_BYTES + column * VECTOR_BYTES
+            at, level, rest = own.sums + offset, levels + offset, part
+            value = llvm.load(FLOATS, at)
             if has_scales(weight_kind):
-                value = value * load(FLOATS, scales + column * distance)
+                value = value * llvm.load(FLOATS, scales + column * distance)
             while rest & 1:
-                value = load(FLOATS, level) + value
+                value = llvm.load(FLOATS, level) + value
                 level += LEVEL_BYTES
                 rest >>= 1
-            store(value, sums + at if part == product.num_parts - 1 else level)
+            llvm.store(value, at if part == own.product.num_parts - 1 else level)
 
 
-@inlined
+@vector.inlined
 def _scales_at(weight_kind: Any, product: Product, panel: int, part: int) -> int:
     """Offset of the scales of a panel: with 12 bits, each part has its own."""
     if has_scales_of_parts(weight_kind):
@@ -140,57 +133,48 @@ def _scales_at(weight_kind: Any, product: Product, panel: int, part: int) -> int
 
 
 @njit(inline="always")
-def store_rows(
-    weight_kind: Any,
-    kind: Any,
-    product: Product,
-    panel: int,
-    columns: int,
-    sums: int,
-    row: int,
-    count: int,
-) -> None:
-    """Store the sums of a tile, `count` rows from `row` and `columns` panels, as outputs."""
-    for index in range(row, row + count):
-        if product.is_partial:
-            _store_row(weight_kind, FLOAT32, product, panel, columns, sums, index)
+def store_rows(weight_kind: Any, kind: Any, own: Outputs, row: int, count: int) -> None:
+    """Store the sums of `count` rows from `row` as outputs."""
+    for index in range(count):
+        if own.product.is_partial:
+            _store_row(weight_kind, FLOAT32, own, row + index, index)
         else:
-            _store_row(weight_kind, kind, product, panel, columns, sums, index)
-        sums += SUMS_BYTES
+            _store_row(weight_kind, kind, own, row + index, index)
 
 
-@inlined
-def _store_row(
-    weight_kind: Any, kind: Any, product: Product, panel: int, columns: int, sums: int, row: int
-) -> None:
-    """Store the sums of one row as outputs. With two halves, each vector of sums of gates is
-    followed by one of ups; scales likewise. Sums of several parts are scaled already."""
+@vector.inlined
+def _store_row(weight_kind: Any, kind: Any, own: Outputs, row: int, index: int) -> None:
+    """Store one row's sums, the row `index` of them. With two halves, each vector of sums of gates
+    is followed by one of ups; scales likewise. Sums of several parts are scaled already."""
+    product, sums = own.product, own.sums + index * SUMS_BYTES
     halves = 2 if product.is_gated else 1
-    scales = product.beside + halves * panel * VECTOR_BYTES if product.num_parts == 1 else 0
-    for column in range(columns):
-        offset, output = halves * column * VECTOR_BYTES, (panel + column) * LANES
+    scales = product.beside + halves * own.panel * VECTOR_BYTES if product.num_parts == 1 else 0
+    for column in range(own.columns):
+        offset, output = halves * column * VECTOR_BYTES, (own.panel + column) * LANES
         value = _scaled(weight_kind, sums, scales, offset)
         if halves == 2:
             up = _scaled(weight_kind, sums, scales, offset + VECTOR_BYTES)
             value = _silu(kind, value) * up
-        to = product.out + (row * product.num_outputs + output) * itemsize(kind)
-        store_numbers(kind, value, to, min(LANES, product.num_outputs - output))
+        to = product.out + (row * product.num_outputs + output) * llvm.itemsize(kind)
+        vector.store_numbers(kind, value, to, min(LANES, product.num_outputs - output))
 
 
-@inlined
+@vector.inlined
 def _scaled(weight_kind: Any, sums: int, scales: int, offset: int) -> Any:
-    value = load(FLOATS, sums + offset)
+    value = llvm.load(FLOATS, sums + offset)
     if has_scales(weight_kind) and scales != 0:
-        return value * load(FLOATS, scales + offset)
+        return value * llvm.load(FLOATS, scales + offset)
     return value
 
 
-has_scales = constant_of_type(lambda kind: kind in (types.int8, types.int16))
-has_scales_of_parts = constant_of_type(lambda kind: kind == types.int16)
+has_scales = llvm.constant_of_type(lambda kind: kind in (types.int8, types.int16))
+has_scales_of_parts = llvm.constant_of_type(lambda kind: kind == types.int16)
 
 
-@inlined
+@vector.inlined
 def _silu(kind: Any, gate: Any) -> Any:
     """gate / (1 + e ** -gate), computed with a non-positive exponent."""
-    small = exponential(kind, reinterpreted(FLOATS, reinterpreted(INTS, gate) | _SIGN))
-    return chosen(gate >= 0.0, gate, gate * small) / (small + 1.0)
+    small = vector.exponential(
+        kind, llvm.reinterpreted(FLOATS, llvm.reinterpreted(INTS, gate) | _SIGN)
+    )
+    return llvm.chosen(gate >= 0.0, gate, gate * small) / (small + 1.0)

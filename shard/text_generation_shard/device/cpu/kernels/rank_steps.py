@@ -1,4 +1,4 @@
-"""A pass with several ranks: the steps of a layer, with exchanges between them.
+"""The phases of a pass: the steps of all layers, and with several ranks the exchanges between them.
 
 An operation covers as many rows of a pass as fit into a slot. This rank's part is written to its
 slot, and one item publishes it. The following items, one per row, wait for all ranks and combine
@@ -7,7 +7,7 @@ binary tree adds and which are rounded once; and the scores of each rank's part 
 
 `given` is a `layers.Given`, whose `PASS` has the fields of an exchange. A thread waits within an
 item; meanwhile the other threads look for work and yield their cores. After a failed wait, the
-remaining items of the pass do nothing, and `status` holds the reason.
+remaining items of the pass do nothing, and `status` holds the reason. One rank exchanges nothing.
 """
 
 from typing import Any, Final
@@ -15,18 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from text_generation_shard.device.cpu.kernels import exchange, llvm
-from text_generation_shard.device.cpu.kernels.grouped_linear import (
-    STEPS,
-    sums_bytes,
-)
-from text_generation_shard.device.cpu.kernels.llvm import (
-    FLOATS,
-    LANES,
-    VECTOR_BYTES,
-    call,
-    itemsize,
-)
+from text_generation_shard.device.cpu.kernels import exchange, llvm, vector
+from text_generation_shard.device.cpu.kernels.grouped import STEPS, sums_bytes
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, LANES, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, Product
 from text_generation_shard.device.cpu.kernels.steps import (
     DOWN,
@@ -34,6 +25,8 @@ from text_generation_shard.device.cpu.kernels.steps import (
     NORM_BEFORE_HEAD,
     NUM_STEPS,
     OUT,
+    WIDEN,
+    compute_step,
     multiply,
     note_product,
     num_rows,
@@ -41,13 +34,7 @@ from text_generation_shard.device.cpu.kernels.steps import (
     write_step,
 )
 from text_generation_shard.device.cpu.kernels.thread_pool import may_store
-from text_generation_shard.device.cpu.kernels.vector import (
-    FLOAT32,
-    STEP_BYTES,
-    inlined,
-    load_numbers,
-    store_numbers,
-)
+from text_generation_shard.device.cpu.kernels.vector import FLOAT32, STEP_BYTES
 
 # Steps after those of `steps`.
 _EMBED: Final = 13
@@ -62,10 +49,10 @@ _LEVELS: Final = 16
 def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> int:
     """Number of operations of a pass of `rows` tokens, `wanted` of which have last hidden states
     and `num_logits` logits. this: a `layers.PASS`."""
-    itemsize = int(this["row_itemsize"])
-    vectors = _num_chunks(this, rows, int(this["hidden_size"]) * itemsize)
+    number_bytes = int(this["row_itemsize"])
+    vectors = _num_chunks(this, rows, int(this["hidden_size"]) * number_bytes)
     sums = [_num_chunks(this, count, int(this["hidden_size"]) * 4) for count in (rows, wanted)]
-    scores = _num_chunks(this, num_logits, int(this["vocab_size"]) * itemsize)
+    scores = _num_chunks(this, num_logits, int(this["vocab_size"]) * number_bytes)
     return vectors + 2 * ((num_layers - 1) * sums[0] + sums[1]) + scores
 
 
@@ -75,22 +62,26 @@ def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
     return -(-rows // rows_at_once)
 
 
-@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def write_rank_phases(given: Any, phases: Any) -> None:
-    """`write_phases` for several ranks."""
+@njit(inline="always")
+def write_phases(given: Any, phases: Any) -> None:
+    """Write the phases of all layers, final norm and head, with the exchanges of several ranks."""
     # No literals as arguments: numba compiles a function again for each literal.
     end, last = np.int64(0), len(given.layers) - 1
-    word = np.int64(given.passes[0].word)
-    end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
+    word, has_ranks = np.int64(given.passes[0].word), given.passes[0].size > 1
+    if has_ranks:
+        end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
     for layer in range(len(given.layers)):
         for step in range(NUM_STEPS):
-            if step in (OUT, DOWN):
+            if has_ranks and step in (OUT, DOWN):
                 end, word = _write_operations(given, phases, end, word, layer, step)
             else:
                 end = write_step(given, phases, end, layer, step)
     end = write_step(given, phases, end, last, np.int64(NORM_BEFORE_HEAD))
-    if len(given.logits):
+    if len(given.logits) and has_ranks:
         end, word = _write_operations(given, phases, end, word, last, np.int64(HEAD))
+    elif len(given.logits):
+        for step in range(HEAD, WIDEN + 1):
+            end = write_step(given, phases, end, last, step)
 
 
 @njit
@@ -103,9 +94,9 @@ def _write_operations(
     rows = len(given.slots) if step == _EMBED else num_rows(given, layer, step)
     row_bytes, take = this.hidden_size * 4, _TAKE_SUMS
     if step == _EMBED:
-        row_bytes, take = this.hidden_size * itemsize(given.kind), _TAKE_VECTORS
+        row_bytes, take = this.hidden_size * llvm.itemsize(given.kind), _TAKE_VECTORS
     elif step == HEAD:
-        row_bytes, take = this.vocab_size * itemsize(given.kind), _TAKE_SCORES
+        row_bytes, take = this.vocab_size * llvm.itemsize(given.kind), _TAKE_SCORES
     chunk = this.slot_bytes // row_bytes
     for begin in range(0, rows, chunk):
         count = min(rows - begin, chunk)
@@ -153,15 +144,15 @@ def _partial_product(given: Any, phase: Any) -> Product:
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
-    """Compute an item of a phase with several ranks; ticket: see `may_store`."""
+def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
+    """Compute an item of a phase; ticket: see `may_store`."""
     this, now = given.passes[0], phases[phase]
     if llvm.load_word(this.status) != exchange.ARRIVED:
         # `may_store` must be called once for each item, also without computing it.
         if now.is_short:
             may_store(ticket)
     elif now.word == 0:
-        call(this.own_item, (given, phases, phase, item, ticket))
+        compute_step(given, now, item, ticket)
     elif now.weights:
         multiply(given, now, _partial_product(given, now), item, ticket)
     elif now.step == _EMBED:
@@ -183,25 +174,25 @@ def _embed(given: Any, phase: Any, item: int) -> None:
     this, row = given.passes[0], phase.begin + item
     own, row_bytes = (
         given.input_ids[row] - this.first_token,
-        this.hidden_size * itemsize(given.kind),
+        this.hidden_size * llvm.itemsize(given.kind),
     )
     if 0 <= own < this.vocab_size:
         source, multiplier = this.hidden + row * row_bytes, np.float32(1.0)
         if this.vectors:
             source, multiplier = this.vectors + own * row_bytes, this.embedding_multiplier
         target = exchange.slot(this, this.rank, phase.word) + item * row_bytes
-        call(this.embed, (given.kind, source, multiplier, target, this.hidden_size))
+        llvm.call(this.embed, (given.kind, source, multiplier, target, this.hidden_size))
 
 
 @njit(inline="always")
 def _take_vector(given: Any, phase: Any, item: int) -> None:
     """Read a token's embedding from its rank's slot into the hidden states."""
     this, row = given.passes[0], phase.begin + item
-    row_bytes = this.hidden_size * itemsize(given.kind)
+    row_bytes = this.hidden_size * llvm.itemsize(given.kind)
     owner = given.input_ids[row] // this.vocab_size
     source = exchange.slot(this, owner, phase.word) + item * row_bytes
     target = this.hidden + row * row_bytes
-    call(this.embed, (given.kind, source, np.float32(1.0), target, this.hidden_size))
+    llvm.call(this.embed, (given.kind, source, np.float32(1.0), target, this.hidden_size))
 
 
 @njit(inline="always")
@@ -214,8 +205,8 @@ def _take_scores(given: Any, phase: Any, item: int) -> None:
         count = min(this.vocab_size, num_tokens - first)
         if count > 0:
             slot = exchange.slot(this, rank, phase.word)
-            source = slot + item * this.vocab_size * itemsize(given.kind)
-            call(this.widen, (given.kind, source, row + first * 4, count))
+            source = slot + item * this.vocab_size * llvm.itemsize(given.kind)
+            llvm.call(this.widen, (given.kind, source, row + first * 4, count))
 
 
 @njit(inline="always")
@@ -223,14 +214,14 @@ def _take_sums(given: Any, phase: Any, item: int) -> None:
     """Sum the parts of all ranks for a row into delta."""
     this = given.passes[0]
     size, levels = this.hidden_size, llvm.scratch(_LEVELS)
-    target = this.delta + (phase.begin + item) * size * itemsize(given.kind)
+    target = this.delta + (phase.begin + item) * size * llvm.itemsize(given.kind)
     for start in range(0, size, LANES):
         count, at = min(LANES, size - start), (item * size + start) * 4
         value = _sum_of_ranks(this, phase.word, at, count, levels)
-        store_numbers(given.kind, value, target + start * itemsize(given.kind), count)
+        vector.store_numbers(given.kind, value, target + start * llvm.itemsize(given.kind), count)
 
 
-@inlined
+@vector.inlined
 def _sum_of_ranks(this: Any, word: int, at: int, count: int, levels: int) -> Any:
     """Add the parts of all ranks by a binary tree, as `product.add_part` does: a level holds the
     sum of 2 ** level ranks that waits for its neighbour."""
@@ -255,9 +246,9 @@ def _sum_of_ranks(this: Any, word: int, at: int, count: int, levels: int) -> Any
     return value
 
 
-@inlined
+@vector.inlined
 def _part(this: Any, rank: int, word: int, at: int, count: int) -> Any:
-    return load_numbers(FLOAT32, exchange.slot(this, rank, word) + at, count)
+    return vector.load_numbers(FLOAT32, exchange.slot(this, rank, word) + at, count)
 
 
 @njit(inline="always")

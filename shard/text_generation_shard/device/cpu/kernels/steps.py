@@ -9,8 +9,9 @@ import numpy as np
 from numba import njit
 
 from text_generation_shard.device.cpu.kernels.attention import Attention
-from text_generation_shard.device.cpu.kernels.grouped_linear import STEPS, cost_of_items
+from text_generation_shard.device.cpu.kernels.grouped import STEPS
 from text_generation_shard.device.cpu.kernels.llvm import call, itemsize
+from text_generation_shard.device.cpu.kernels.multiply import cost_of_items
 from text_generation_shard.device.cpu.kernels.pointwise import Norm, Rotation
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
 from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES
@@ -40,18 +41,6 @@ def num_phases(given: Any) -> int:
     blocks = -(-len(given.slots) // ROWS_AT_ONCE)
     count = len(given.layers) * (NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     return count + (blocks + 1 if len(given.logits) else 0)
-
-
-@njit(inline="always")
-def write_phases(given: Any, phases: Any) -> None:
-    """Write the phases of all layers, final norm and head."""
-    # No literals as arguments: numba compiles a function again for each literal.
-    end, last = np.int64(0), len(given.layers) - 1
-    for layer in range(len(given.layers)):
-        for step in range(NUM_STEPS):
-            end = write_step(given, phases, end, layer, step)
-    for step in range(NORM_BEFORE_HEAD, WIDEN + 1 if len(given.logits) else HEAD):
-        end = write_step(given, phases, end, last, step)
 
 
 @njit
@@ -137,22 +126,22 @@ def product_of(given: Any, layer: int, step: int) -> Product:
     )
 
 
-@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
-    """Compute an item of a phase; ticket: see `may_store`."""
-    this, now = given.passes[0], phases[phase]
+@njit(inline="always")
+def compute_step(given: Any, now: Any, item: int, ticket: int) -> None:
+    """Compute an item of a phase, which is no exchange between ranks; ticket: see `may_store`."""
+    this = given.passes[0]
     step, layer = now.step, now.layer
     if now.weights:
         multiply(given, now, product_of(given, layer, step), item, ticket)
     elif step == _ATTEND:
-        _attend(given, layer, item)
+        call(this.attend, (_attention(given, layer), item))
     elif step == _ROTATE:
         _rotate(given, layer, item)
     elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, NORM_BEFORE_HEAD):
         _normalize(given, layer, step, item)
     elif step == WIDEN:
         scores = this.scores + item * this.vocab_size * itemsize(given.kind)
-        logits = np.int64(given.logits.ctypes.data) + item * this.vocab_size * 4
+        logits = _address(given.logits) + item * this.vocab_size * 4
         call(this.widen, (given.kind, scores, logits, this.vocab_size))
     elif step == _SUM_INNER:
         _sum_groups(given, this.inner, item, this.inner_size)
@@ -172,23 +161,29 @@ def multiply(given: Any, phase: Any, product: Product, item: int, ticket: int) -
 
 
 @njit(inline="always")
-def _attention(given: Any, layer: int, out: int) -> Attention:
-    this = given.passes[0]
-    blocks = given.cache + layer * given.layer_bytes, given.num_blocks
-    sizes = this.num_heads, this.num_kv_heads, this.head_dim
-    return Attention(this.heads, out, *blocks, *sizes, given.layers[layer].window)
+def _address(array: Any) -> Any:
+    return np.int64(array.ctypes.data)
 
 
 @njit(inline="always")
-def _attend(given: Any, layer: int, item: int) -> None:
+def _attention(given: Any, layer: int) -> Attention:
     this = given.passes[0]
-    task, head = item // this.num_kv_heads, item % this.num_kv_heads
-    tasks, out = given.tasks, this.attended
-    if _is_narrowed(given, layer, _ATTEND):
-        tasks = given.last_tasks
-        out -= tasks[task, 5] * this.num_heads * this.head_dim * itemsize(given.kind)
-    seen = given.block_tables[tasks[task, 0]], tasks[task]
-    call(this.attend, (given.kind, _attention(given, layer, out), head, *seen))
+    tasks = given.last_tasks if _is_narrowed(given, layer, _ATTEND) else given.tasks
+    return Attention(
+        given.kind,
+        this.heads,
+        this.attended,
+        given.cache + layer * given.layer_bytes,
+        given.num_blocks,
+        this.num_heads,
+        this.num_kv_heads,
+        this.head_dim,
+        given.layers[layer].window,
+        _address(given.slots),
+        _address(given.block_tables),
+        given.block_tables.shape[1],
+        _address(tasks),
+    )
 
 
 @njit(inline="always")
@@ -203,6 +198,7 @@ def _rotate(given: Any, index: int, row: int) -> None:
     if layer.is_rotated or layer.query_norm or this.attention_scale != np.float32(1.0):
         half: Any = this.half if layer.is_rotated else np.int64(0)
         rotation = Rotation(
+            given.kind,
             this.heads,
             width,
             this.head_dim,
@@ -210,13 +206,14 @@ def _rotate(given: Any, index: int, row: int) -> None:
             this.num_heads,
             this.attention_scale,
             given.angles,
+            _address(given.positions),
             half,
             layer.query_norm,
             layer.key_norm,
             this.eps,
         )
-        call(this.rotate, (given.kind, rotation, row, given.positions[row]))
-    call(this.store, (given.kind, _attention(given, index, np.int64(0)), row, given.slots[row]))
+        call(this.rotate, (rotation, row))
+    call(this.store, (_attention(given, index), row))
 
 
 @njit(inline="always")
@@ -239,8 +236,8 @@ def _normalize(given: Any, index: int, step: int, row: int) -> None:
         weight, bias = this.final_norm, layer.down_bias
     if bias:
         _add_bias(given, delta, bias, row, size)
-    norm = Norm(hidden, delta, this.normed, weight, this.multiplier, this.eps, size)
-    call(this.normalize, (given.kind, norm, row))
+    norm = Norm(given.kind, hidden, delta, this.normed, weight, this.multiplier, this.eps, size)
+    call(this.normalize, (norm, row))
     _sum_groups(given, this.normed, row, size)
 
 

@@ -6,7 +6,8 @@ one float32. Each sum adds its products in the order of the steps, for any tile 
 does not depend on the rest of the tile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,79 +18,62 @@ from text_generation_shard.device.cpu.kernels import (
     Address,
     Count,
     bfloat12,
+    llvm,
     processor,
+    vector,
     vector_code,
 )
-from text_generation_shard.device.cpu.kernels.llvm import (
-    BYTES,
-    INTS,
-    VECTOR_BYTES,
-    Table,
-    Vector,
-    array_at,
-    constant_of_type,
-    converted,
-    fetch,
-    load,
-    reinterpreted,
-    store,
-)
-from text_generation_shard.device.cpu.kernels.vector import (
-    ADDRESS,
-    INT8,
-    INTERNAL,
-    STEP_BYTES,
-    inlined,
-)
+from text_generation_shard.device.cpu.kernels.llvm import BYTES, INTS, VECTOR_BYTES
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS, INT8, INTERNAL, STEP_BYTES
 
 
-def _magnitudes() -> list[list[Table]]:
+def _magnitudes() -> list[list[llvm.Table]]:
     """Tables of the lower and upper bytes of bfloat16 0 to 127, two vectors each."""
     bits = np.arange(128, dtype=np.float32).view(np.uint32) >> 16
     tables = (np.split(part & 255, 2) for part in (bits, bits >> 8))
-    return [[Table(BYTES, half.tolist()) for half in halves] for halves in tables]
+    return [[llvm.Table(BYTES, half.tolist()) for half in halves] for halves in tables]
 
 
 (_LOWER_0, _LOWER_64), (_UPPER_0, _UPPER_64) = _magnitudes()
-_WIDE_FLOATS: Final = Vector(types.float32, VECTOR_BYTES)
-_WIDE_INTS: Final = Vector(types.int32, VECTOR_BYTES)
+_WIDE_FLOATS: Final = llvm.Vector(types.float32, VECTOR_BYTES)
+_WIDE_INTS: Final = llvm.Vector(types.int32, VECTOR_BYTES)
 _SIGN: Final = -128
 _HAS_BYTE_TABLES: Final = processor.has_byte_tables()
 
 
 def _unpack_vector(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
-    return (load(INTS, start + offset),)
+    return (llvm.load(INTS, start + offset),)
 
 
 def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
     """Convert 64 int8, as packed by `linear.pack`, to pairs of bfloat16, exactly."""
     if is_ahead:
-        fetch(start + offset + ahead)
-    numbers = load(BYTES, start + offset)
+        llvm.fetch(start + offset + ahead)
+    numbers = llvm.load(BYTES, start + offset)
     lower, upper = look_up_magnitudes(numbers) if _HAS_BYTE_TABLES else convert_magnitudes(numbers)
     upper = upper | (numbers & _SIGN)
     return vector_code.pairs_of_bytes(lower, upper, 0), vector_code.pairs_of_bytes(lower, upper, 1)
 
 
-@inlined
+@vector.inlined
 def look_up_magnitudes(numbers: Any) -> Any:
     """The lower and upper bytes of the bfloat16 of 7-bit magnitudes."""
     lower = vector_code.look_up_bytes(_LOWER_0, numbers, _LOWER_64)
     return lower, vector_code.look_up_bytes(_UPPER_0, numbers, _UPPER_64)
 
 
-@inlined
+@vector.inlined
 def convert_magnitudes(numbers: Any) -> Any:
     """`look_up_magnitudes` without AVX512_VBMI."""
-    bits = reinterpreted(_WIDE_INTS, converted(_WIDE_FLOATS, numbers & ~_SIGN))
+    bits = llvm.reinterpreted(_WIDE_INTS, llvm.converted(_WIDE_FLOATS, numbers & ~_SIGN))
     # A bfloat16 is the upper half of a float32.
-    return converted(BYTES, bits >> 16), converted(BYTES, bits >> 24)
+    return llvm.converted(BYTES, bits >> 16), llvm.converted(BYTES, bits >> 24)
 
 
 def _unpack_codes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
     if is_ahead:
         for part in range(0, bfloat12.STEPS * bfloat12.STEP_BYTES, VECTOR_BYTES):
-            fetch(start + offset + ahead + part)
+            llvm.fetch(start + offset + ahead + part)
     return bfloat12.decoded(start + offset)
 
 
@@ -113,9 +97,12 @@ _LAYOUTS: Final = {
     types.int16: _Layout(bfloat12.STEP_BYTES, bfloat12.STEPS, _unpack_codes, fetching_rows=16),
 }
 # `_Layout` fields by kind of weights, for compiled code.
-bytes_per_step = constant_of_type(lambda kind: _LAYOUTS[kind].step_bytes)
-_steps_at_once = constant_of_type(lambda kind: _LAYOUTS[kind].steps)
-_fetching_rows = constant_of_type(lambda kind: _LAYOUTS[kind].fetching_rows)
+# 0 for INT4, see `grouped`.
+bytes_per_step = llvm.constant_of_type(
+    lambda kind: _LAYOUTS[kind].step_bytes if kind in _LAYOUTS else 0
+)
+_steps_at_once = llvm.constant_of_type(lambda kind: _LAYOUTS[kind].steps)
+_fetching_rows = llvm.constant_of_type(lambda kind: _LAYOUTS[kind].fetching_rows)
 
 
 # A declaration: compiled code calls the function that `overload` returns.
@@ -141,6 +128,30 @@ def sized(function: Callable[..., None], rows: int, columns: int) -> Any:
     return njit(**INTERNAL)(function)
 
 
+def by_size(kernels: Mapping[int, Any]) -> Any:
+    """A function (size, arguments) that calls the kernel of this size, without inlining; the last
+    one for all other sizes."""
+    (own, kernel), *others = kernels.items()
+    rest: Any = by_size(dict(others)) if others else None
+
+    def call_one(size: int, arguments: Any) -> None:
+        if size == own:
+            llvm.outlined(kernel, arguments)
+        else:
+            rest(size, arguments)
+
+    def call_last(size: int, arguments: Any) -> None:
+        llvm.outlined(kernel, arguments)
+
+    function = call_one if others else call_last
+    # One name for each choice, see `sized`.
+    function.__name__ = function.__qualname__ = "_or_".join(
+        kernel.__name__ for kernel in kernels.values()
+    )
+    return vector.inlined(function)
+
+
+@cache
 def tile(rows: int, columns: int) -> Any:
     """Create the kernel of a tile of this size, with rows * columns vectors of sums in registers.
 
@@ -176,6 +187,7 @@ class Pages(NamedTuple):
     steps: Count
 
 
+@cache
 def paged_tile(rows: int, columns: int) -> Any:
     """`tile` for columns in pages; adds to the sums."""
 
@@ -184,7 +196,7 @@ def paged_tile(rows: int, columns: int) -> Any:
     ) -> None:
         totals = vector_code.load_sums(rows, columns, sums, sums_stride)
         for page in range(pages.num_pages):
-            start = array_at(ADDRESS, pages.pages)[page] + pages.offset
+            start = llvm.array_at(ADDRESS, pages.pages)[page] + pages.offset
             starts = vector_code.spaced(columns, start, pages.column_bytes)
             first = inputs + page * pages.steps * STEP_BYTES
             for step in range(0, pages.steps, _steps_at_once(kind)):
@@ -195,10 +207,10 @@ def paged_tile(rows: int, columns: int) -> Any:
     return sized(add_pages, rows, columns)
 
 
-@inlined
+@vector.inlined
 def dequantize(vectors: int, steps: int, target: int) -> None:
     """Convert `steps` steps of a packed int8 column to bfloat16."""
     for step in range(0, steps, 2):
         first, second = _unpack(INT8, vectors, step * VECTOR_BYTES // 2, 0, False)
-        store(first, target + step * VECTOR_BYTES)
-        store(second, target + (step + 1) * VECTOR_BYTES)
+        llvm.store(first, target + step * VECTOR_BYTES)
+        llvm.store(second, target + (step + 1) * VECTOR_BYTES)

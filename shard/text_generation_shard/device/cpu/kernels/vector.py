@@ -11,30 +11,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, llvm, vector_code
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
-from text_generation_shard.device.cpu.kernels.llvm import (
-    FLOATS,
-    INTS,
-    LANES,
-    SHORTS,
-    VECTOR_BYTES,
-    chosen,
-    converted,
-    itemsize,
-    load,
-    load_first,
-    reinterpreted,
-    store,
-    store_first,
-)
-from text_generation_shard.device.cpu.kernels.vector_code import (
-    above_floor,
-    floor,
-    polynomial,
-    round_to_bfloat16,
-    scaled,
-)
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INTS, LANES, SHORTS, VECTOR_BYTES
 
 # Here, because numba reads the setting when it decorates a cached function, and all files with such
 # functions import this one.
@@ -49,7 +28,7 @@ ADDRESS: Final = np.int64(0)
 INT8: Final = np.int8(0)
 """Weights of a bfloat16 product: int8."""
 INT4: Final = np.uint8(0)
-"""Weights of a bfloat16 product: int4, see `grouped_linear`."""
+"""Weights of a bfloat16 product: int4, see `grouped`."""
 BFLOAT12: Final = np.int16(0)
 """Weights of a bfloat16 product: bfloat16 in 12 bits, see `bfloat12`."""
 
@@ -112,33 +91,35 @@ def numbers_per_step(dtype: torch.dtype) -> int:
 @inlined
 def widen(shorts: Any) -> Any:
     """Convert 16 bfloat16, the upper halves of float32, to float32."""
-    return reinterpreted(FLOATS, converted(INTS, shorts) << 16)
+    return llvm.reinterpreted(FLOATS, llvm.converted(INTS, shorts) << 16)
 
 
 @inlined
 def load_numbers(kind: Any, address: int, count: int) -> Any:
     """Load the first `count` of 16 numbers as float32; the others are 0."""
-    if itemsize(kind) == 2:
+    if llvm.itemsize(kind) == 2:
         return widen(
-            load(SHORTS, address) if count == LANES else load_first(SHORTS, address, count)
+            llvm.load(SHORTS, address)
+            if count == LANES
+            else llvm.load_first(SHORTS, address, count)
         )
-    return load(FLOATS, address) if count == LANES else load_first(FLOATS, address, count)
+    return llvm.load(FLOATS, address) if count == LANES else llvm.load_first(FLOATS, address, count)
 
 
 @inlined
 def store_numbers(kind: Any, value: Any, address: int, count: int) -> Any:
     """Store the first `count` of 16 float32 as numbers of a kind; returns the rounded values."""
-    if itemsize(kind) == 2:
-        numbers = round_to_bfloat16(value)
+    if llvm.itemsize(kind) == 2:
+        numbers = vector_code.round_to_bfloat16(value)
         if count == LANES:
-            store(numbers, address)
+            llvm.store(numbers, address)
         else:
-            store_first(numbers, address, count)
+            llvm.store_first(numbers, address, count)
         return widen(numbers)
     if count == LANES:
-        store(value, address)
+        llvm.store(value, address)
     else:
-        store_first(value, address, count)
+        llvm.store_first(value, address, count)
     return value
 
 
@@ -147,16 +128,16 @@ def exponential(kind: Any, value: Any) -> Any:
     """e ** value for values <= 0, as precise as the kind; exactly 1 for 0."""
     value = value * _LOG2_E
     if _IS_WIDE:
-        return scaled(_power(kind, above_floor(value)), value)
-    value = chosen(value > _LOWEST, value, _LOWEST)
-    whole = floor(value)
-    exponent = (converted(INTS, whole) + 127) << 23
-    return _power(kind, value - whole) * reinterpreted(FLOATS, exponent)
+        return vector_code.scaled(_power(kind, vector_code.above_floor(value)), value)
+    value = llvm.chosen(value > _LOWEST, value, _LOWEST)
+    whole = vector_code.floor(value)
+    exponent = (llvm.converted(INTS, whole) + 127) << 23
+    return _power(kind, value - whole) * llvm.reinterpreted(FLOATS, exponent)
 
 
 @inlined
 def _power(kind: Any, part: Any) -> Any:
     """2 ** part for parts from 0 to 1."""
-    if itemsize(kind) == 2:
-        return polynomial(part, _SHORT_SERIES)
-    return polynomial(part, _LONG_SERIES)
+    if llvm.itemsize(kind) == 2:
+        return vector_code.polynomial(part, _SHORT_SERIES)
+    return vector_code.polynomial(part, _LONG_SERIES)

@@ -8,27 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_model
 
-from text_generation_shard.device.cpu.kernels import processor
-from text_generation_shard.device.cpu.kernels.llvm import (
-    BYTES,
-    FLOAT,
-    FLOATS,
-    INT32,
-    INT64,
-    INTS,
-    LANES,
-    SHORTS,
-    VECTOR_BYTES,
-    WORDS,
-    CodeModel,
-    Vector,
-    call_llvm,
-    fill,
-    instruction,
-    pointer_to,
-    rounded_bits,
-    suffix,
-)
+from text_generation_shard.device.cpu.kernels import llvm, processor
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INT32, INT64, INTS, VECTOR_BYTES
 
 
 class _BFloat(ir.Type):
@@ -53,28 +34,28 @@ class Sums(types.Type):
         super().__init__(f"sums({rows} x {columns})")
 
 
-register_model(Sums)(CodeModel)
+register_model(Sums)(llvm.CodeModel)
 
 
-@instruction(lambda total, left, right: total)
+@llvm.instruction(lambda total, left, right: total)
 def fma(builder: Any, kinds: Any, total: Any, left: Any, right: Any) -> Any:
     """total + left * right, rounded once; right may be a number."""
     return _fma(builder, kinds.return_type, total, left, right)
 
 
-def _fma(builder: Any, kind: Vector, total: Any, left: Any, right: Any) -> Any:
-    name = f"llvm.fma.{suffix(kind)}"
-    return call_llvm(builder, name, kind.code, left, fill(builder, kind, right), total)
+def _fma(builder: Any, kind: llvm.Vector, total: Any, left: Any, right: Any) -> Any:
+    name = f"llvm.fma.{llvm.suffix(kind)}"
+    return llvm.call_llvm(builder, name, kind.code, left, llvm.fill(builder, kind, right), total)
 
 
-@instruction(lambda vector, factors: vector)
+@llvm.instruction(lambda vector, factors: vector)
 def polynomial(builder: Any, kinds: Any, vector: Any, factors: Any) -> Any:
     """A polynomial of a vector, highest power first, by `fma`."""
     kind, count = kinds.return_type, kinds.args[1].count
     first, *others = cgutils.unpack_tuple(builder, factors, count)
-    total = fill(builder, kind, first)
+    total = llvm.fill(builder, kind, first)
     for factor in others:
-        total = _fma(builder, kind, fill(builder, kind, factor), total, vector)
+        total = _fma(builder, kind, llvm.fill(builder, kind, factor), total, vector)
     return total
 
 
@@ -83,17 +64,17 @@ def _define_unary(name: str, llvm_name: str) -> Any:
 
     def write(builder: Any, kinds: Any, vector: Any) -> Any:
         kind = kinds.return_type
-        return call_llvm(builder, f"llvm.{llvm_name}.{suffix(kind)}", kind.code, vector)
+        return llvm.call_llvm(builder, f"llvm.{llvm_name}.{llvm.suffix(kind)}", kind.code, vector)
 
     write.__name__ = name
-    return instruction(lambda vector: vector)(write)
+    return llvm.instruction(lambda vector: vector)(write)
 
 
 floor, nearest = _define_unary("floor", "floor"), _define_unary("nearest", "rint")
 swap_bytes = _define_unary("swap_bytes", "bswap")
 
 
-@instruction(lambda vector: vector.number)
+@llvm.instruction(lambda vector: vector.number)
 def first_lane(builder: Any, kinds: Any, vector: Any) -> Any:
     """The number in the first lane."""
     return builder.extract_element(vector, INT32(0))
@@ -113,13 +94,13 @@ def _halved(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> An
     return builder.extract_element(vector, INT32(0))
 
 
-@instruction(lambda vector: vector.number)
+@llvm.instruction(lambda vector: vector.number)
 def sum_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
     """The sum of all lanes, by halves."""
     return _halved(builder, vector, builder.fadd)
 
 
-@instruction(lambda vector: vector.number)
+@llvm.instruction(lambda vector: vector.number)
 def largest_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
     """The largest lane, by halves; of two unordered numbers, the second."""
 
@@ -129,14 +110,16 @@ def largest_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
     return _halved(builder, vector, larger)
 
 
-@instruction(lambda vector: vector.number)
+@llvm.instruction(lambda vector: vector.number)
 def largest_number(builder: Any, kinds: Any, vector: Any) -> Any:
     """The largest lane that is not NaN."""
     kind = kinds.args[0]
-    return call_llvm(builder, f"llvm.vector.reduce.fmax.{suffix(kind)}", FLOAT, vector)
+    return llvm.call_llvm(
+        builder, f"llvm.vector.reduce.fmax.{llvm.suffix(kind)}", llvm.FLOAT, vector
+    )
 
 
-@instruction(types.boolean)
+@llvm.instruction(types.boolean)
 def is_any(builder: Any, kinds: Any, mask: Any) -> Any:
     """Whether any lane of a mask is set."""
     bits = ir.IntType(kinds.args[0].lanes)
@@ -144,37 +127,39 @@ def is_any(builder: Any, kinds: Any, mask: Any) -> Any:
 
 
 def _avx512(builder: Any, name: str, left: Any, right: Any) -> Any:
-    every_lane, as_usual = ir.Constant(ir.IntType(LANES), -1), INT32(4)
+    every_lane, as_usual = ir.Constant(ir.IntType(llvm.LANES), -1), INT32(4)
     arguments = left, right, FLOATS.all(0.0), every_lane, as_usual
-    return call_llvm(builder, f"llvm.x86.avx512.mask.{name}.ps.512", FLOATS.code, *arguments)
+    return llvm.call_llvm(builder, f"llvm.x86.avx512.mask.{name}.ps.512", FLOATS.code, *arguments)
 
 
-@instruction(FLOATS)
+@llvm.instruction(FLOATS)
 def above_floor(builder: Any, kinds: Any, vector: Any) -> Any:
     """vector - floor(vector); AVX-512, without exceptions."""
     return _avx512(builder, "reduce", vector, INT32(0b1001))
 
 
-@instruction(FLOATS)
+@llvm.instruction(FLOATS)
 def scaled(builder: Any, kinds: Any, vector: Any, exponents: Any) -> Any:
     """vector * 2 ** floor(exponents); AVX-512."""
     return _avx512(builder, "scalef", vector, exponents)
 
 
-@instruction(WORDS)
+@llvm.instruction(llvm.WORDS)
 def look_up(builder: Any, kinds: Any, table: Any, indices: Any) -> Any:
     """Look up words in a table of 32 by the lowest 5 bits of each index; AVX-512."""
-    return call_llvm(builder, "llvm.x86.avx512.permvar.hi.512", WORDS.code, table, indices)
+    return llvm.call_llvm(
+        builder, "llvm.x86.avx512.permvar.hi.512", llvm.WORDS.code, table, indices
+    )
 
 
-@instruction(BYTES)
+@llvm.instruction(llvm.BYTES)
 def look_up_bytes(builder: Any, kinds: Any, lower: Any, indices: Any, upper: Any) -> Any:
     """Look up bytes in a table of two vectors by the lowest 7 bits of each index; AVX512_VBMI."""
     name = "llvm.x86.avx512.vpermi2var.qi.512"
-    return call_llvm(builder, name, BYTES.code, lower, indices, upper)
+    return llvm.call_llvm(builder, name, llvm.BYTES.code, lower, indices, upper)
 
 
-@instruction(INTS)
+@llvm.instruction(INTS)
 def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) -> Any:
     """Interleave lower and upper bytes of the first or last 8 of every 16 words; `half`: a
     literal."""
@@ -189,23 +174,25 @@ def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) 
     return builder.bitcast(builder.shuffle_vector(lower, upper, order_code), INTS.code)
 
 
-@instruction(SHORTS)
+@llvm.instruction(llvm.SHORTS)
 def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
     """Round 16 float32 to bfloat16 bits (to nearest, ties to even); NaN is not supported."""
     if processor.has_bfloat16_products():
-        code = ir.VectorType(_BFloat(), LANES)
-        rounded = call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
-        return builder.bitcast(rounded, SHORTS.code)
-    bits = rounded_bits(builder, builder.bitcast(vector, INTS.code), INTS.all)
-    return builder.trunc(bits, SHORTS.code)
+        code = ir.VectorType(_BFloat(), llvm.LANES)
+        rounded = llvm.call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
+        return builder.bitcast(rounded, llvm.SHORTS.code)
+    bits = llvm.rounded_bits(builder, builder.bitcast(vector, INTS.code), INTS.all)
+    return builder.trunc(bits, llvm.SHORTS.code)
 
 
 def _add_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the products of pairs of bfloat16 to the total, lane by lane."""
     if processor.has_bfloat16_products():
-        code = ir.VectorType(_BFloat(), 2 * LANES)
+        code = ir.VectorType(_BFloat(), 2 * llvm.LANES)
         pairs = builder.bitcast(left, code), builder.bitcast(right, code)
-        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS.code, total, *pairs)
+        return llvm.call_llvm(
+            builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS.code, total, *pairs
+        )
     # A bfloat16 is the upper half of a float32.
     for half, constant in ((builder.shl, 16), (builder.and_, -(2**16))):
         numbers = (half(pair, INTS.all(constant)) for pair in (left, right))
@@ -218,7 +205,7 @@ def _add_floats(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return _fma(builder, FLOATS, total, left, right)
 
 
-@instruction(lambda rows, columns: Sums(rows.literal_value, columns.literal_value))
+@llvm.instruction(lambda rows, columns: Sums(rows.literal_value, columns.literal_value))
 def no_sums(builder: Any, kinds: Any, rows: Any, columns: Any) -> Any:
     """Zero sums; rows and columns: literals."""
     return ir.Constant(kinds.return_type.code, None)
@@ -229,13 +216,13 @@ def _grid(builder: Any, sums: Sums, address: Any, stride: Any) -> list[Any]:
     rows = (builder.mul(stride, INT64(row)) for row in range(sums.rows))
     starts = [builder.add(address, row) for row in rows]
     return [
-        pointer_to(builder, builder.add(start, INT64(column * VECTOR_BYTES)), FLOATS.code)
+        llvm.pointer_to(builder, builder.add(start, INT64(column * VECTOR_BYTES)), FLOATS.code)
         for start in starts
         for column in range(sums.columns)
     ]
 
 
-@instruction(lambda rows, columns, *_: Sums(rows.literal_value, columns.literal_value))
+@llvm.instruction(lambda rows, columns, *_: Sums(rows.literal_value, columns.literal_value))
 def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, stride: Any) -> Any:
     """Load sums in rows of `stride` bytes; rows and columns: literals."""
     sums = kinds.return_type
@@ -243,7 +230,7 @@ def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, s
     return _joined(builder, sums, [builder.load(pointer, align=4) for pointer in pointers])
 
 
-@instruction(types.void)
+@llvm.instruction(types.void)
 def store_sums(builder: Any, kinds: Any, sums: Any, address: Any, stride: Any) -> None:
     """Store sums in rows of `stride` bytes."""
     for index, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
@@ -289,8 +276,8 @@ def add_steps(
         ]
         for step in range(one.return_type.count):
             for row, start in enumerate(rows):
-                at = pointer_to(builder, builder.add(start, INT64(4 * step)), INT32)
-                value = fill(builder, INTS, builder.load(at, align=4))
+                at = llvm.pointer_to(builder, builder.add(start, INT64(4 * step)), INT32)
+                value = llvm.fill(builder, INTS, builder.load(at, align=4))
                 for index, column in enumerate(vectors, row * sums.columns):
                     totals[index] = multiply(builder, totals[index], column[step], value)
         return _joined(builder, sums, totals)
@@ -298,7 +285,7 @@ def add_steps(
     return sums(kind, sums, unpack, columns, others, types.int64, types.int64), generate
 
 
-@instruction(lambda totals, factor, sums: totals)
+@llvm.instruction(lambda totals, factor, sums: totals)
 def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) -> Any:
     """totals + factor * sums, each rounded once."""
     kind = kinds.return_type
