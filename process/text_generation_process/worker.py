@@ -168,11 +168,14 @@ class _Server(subprocess.Popen[bytes]):
         """Raises OSError."""
         self.connection, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "text_generation_process.worker"]
-        with theirs:
-            # Ctrl-C at a terminal does not reach it.
-            super().__init__(
-                [*command, module, str(memory_bytes)], stdin=theirs.fileno(), start_new_session=True
-            )
+        command += [module, str(memory_bytes)]
+        try:
+            with theirs:
+                # Ctrl-C at a terminal does not reach it.
+                super().__init__(command, stdin=theirs.fileno(), start_new_session=True)
+        except BaseException:
+            self.connection.close()
+            raise
 
     @property
     def is_alive(self) -> bool:
