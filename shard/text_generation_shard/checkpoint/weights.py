@@ -127,14 +127,14 @@ class Parameters:
 
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
+        kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
+        self.device.check_room(self._least_bytes(), kind)
         names = {name for stack in self._stacks for name in stack.sections}
         tensors = open_tensors(directory, names)
         missing = sorted(names - tensors.keys())
         unexpected = sorted(name for name in tensors.keys() - names if not self._ignores(name))
         if missing or unexpected:
             raise ModelError(_mismatch(directory, missing, unexpected))
-        kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
-        self.device.check_room(self._least_bytes(), kind)
         done, spoke = 0, time.monotonic()
         with self.device.weight_copies() as copies:
             for stack in self._stacks:

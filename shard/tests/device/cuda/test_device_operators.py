@@ -4,6 +4,7 @@ which have shapes but no values, so that reading one fails."""
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,15 +90,21 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
     parameters = Parameters(device, quantize)
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:
-        for name, stack in list(parameters._stacks.items()):
-            tensor = torch.empty(stack.shape_of(name), dtype=torch.bfloat16, device="meta")
-            parameters._fill(name, tensor, tmp_path, copies)
+        for stack in parameters._stacks:
+            made = {name: stored(stack.shape_of(name)) for name in stack.sections}
+            parameters._fill(stack, made, copies)
     for action in parameters._after_load:
         action()
     shape = CacheShape(config.num_layers, 8, config.head_dim, 16, torch.bfloat16)
     found.attention.allocate(shape, 4096)
     found.angle_table(4096)
     return found
+
+
+def stored(shape: tuple[int, ...]) -> Any:
+    """Stands for a tensor of a checkpoint."""
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return SimpleNamespace(path=Path("model.safetensors"), read=lambda: tensor)
 
 
 def count(

@@ -13,6 +13,7 @@ from text_generation_proto import pb
 from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
 from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.engine.step import StepInput
+from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
@@ -120,7 +121,13 @@ def test_each_part_of_a_recorded_step_counts(
     elif fault == "tables":
         monkeypatch.setattr(type(runner._rows), "send", lambda *_: None)
     else:
-        monkeypatch.setattr(torch, "where", lambda condition, here, there: there.clamp(min=0))
+        where = torch.where
+
+        def other(condition: Tensor, here: Tensor, there: Any) -> Tensor:
+            is_ids = isinstance(there, Tensor)
+            return there.clamp(min=0) if is_ids else where(condition, here, there)
+
+        monkeypatch.setattr(torch, "where", other)
     assert not are_equal(launched_ahead(driver, 3, 12), expected)
 
 

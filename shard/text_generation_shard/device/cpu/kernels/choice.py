@@ -7,7 +7,7 @@ independent of each other.
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32, from_dtype, int64, njit, prange, types
+from numba import float32, from_dtype, int64, njit, types
 
 from text_generation_shard.device.cpu.kernels import (
     Ints,
