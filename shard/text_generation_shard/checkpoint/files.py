@@ -85,8 +85,7 @@ def weight_names(where: str, names: Collection[str], directory: Path) -> list[st
         absent = [name for name in wanted if name not in names]
         if absent:
             raise ModelError(
-                f"{where} lacks weight files that its index names: {', '.join(absent[:3])}"
-                f"{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}: complete it"
+                f"{where} lacks weight files that its index names: {some(absent)}: complete it"
             )
         return wanted
     if is_pickled:
@@ -94,6 +93,11 @@ def weight_names(where: str, names: Collection[str], directory: Path) -> list[st
     if CONVERTED_NAME in names:
         return [CONVERTED_NAME]
     return [name for name in weights if not name.startswith("consolidated")] or weights
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of many names, for a sentence."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_directory(directory: Path) -> list[str]:

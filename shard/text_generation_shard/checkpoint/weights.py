@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard.checkpoint.files import are_pickled, existing, weight_names
+from text_generation_shard.checkpoint.files import are_pickled, existing, some, weight_names
 from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.device.base import Device, EmbeddingTable, Matrix, WeightCopies
 from text_generation_shard.errors import ModelError
@@ -291,15 +291,8 @@ def has_own_head(directory: Path) -> bool:
 
 
 def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:
-    def some(names: list[str]) -> str:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
-
-    parts = []
-    if missing:
-        parts.append(f"lack {some(missing)}")
-    if unexpected:
-        parts.append(f"hold unexpected {some(unexpected)}")
+    parts = [f"lack {some(missing)}"] if missing else []
+    parts += [f"hold unexpected {some(unexpected)}"] if unexpected else []
     return (
         f"the weights in {directory} {' and '.join(parts)}; "
         "config.json and weights are not of the same model"

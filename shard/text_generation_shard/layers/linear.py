@@ -1,7 +1,4 @@
-"""Projections of hidden states and their norms; token ids to vectors, and hidden states to scores.
-
-Each rank has a part of the vocabulary: its vectors and its scores.
-"""
+"""Projections of hidden states and their norms, and the weights of tokens."""
 
 import torch
 from torch import Tensor
@@ -95,75 +92,62 @@ class Linear:
         return out if self.bias is None else out.add_(self.bias)
 
 
-class Embedding:
-    """One vector per token id: [vocab_size, hidden_size]."""
+class TokenWeights:
+    """Token ids to vectors, and hidden states to scores; with tied weights, by one matrix.
+
+    Each rank has a part of the tokens: their vectors and scores.
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         world: World,
-        name: str,
-        vocabulary: Share,
+        own: Share,
         hidden_size: int,
+        tie_word_embeddings: bool,
     ) -> None:
+        """own: this rank's tokens."""
         self.table: EmbeddingTable
-        """This rank's part; set when it is loaded."""
-        self.vocabulary, self.inputs = vocabulary, whole(hidden_size)
-        """This rank's tokens, and the features of each vector."""
-        self._world = world
-        self._device, self._quantize = parameters.device, parameters.quantize
-        parameters.add_matrix({f"{name}.weight": [vocabulary]}, self.inputs, self._receive)
+        """This rank's vectors; set when they are loaded."""
+        self.head: Matrix
+        """The weights of this rank's scores; set when they are loaded."""
+        self._parameters, self._world, self._own = parameters, world, own
+        self._is_tied, inputs, name = tie_word_embeddings, whole(hidden_size), "lm_head.weight"
+        table = "model.embed_tokens.weight"
+        parameters.add_matrix({table: [own]}, inputs, self._receive_table)
+        if tie_word_embeddings:
+            # Some checkpoints also store the tied head, as a copy.
+            parameters.ignore(name)
+        else:
+            parameters.add_matrix({name: [own]}, inputs, self._receive_head)
 
-    def _receive(self, weight: Tensor) -> EmbeddingTable:
-        self.table = self._device.embedding(weight, self._quantize)
+    def _receive_table(self, weight: Tensor) -> EmbeddingTable:
+        parameters = self._parameters
+        self.table = parameters.device.embedding(weight, parameters.quantize)
+        if self._is_tied:
+            self.head, nbytes = self.table.as_matrix()
+            parameters.nbytes += nbytes
         return self.table
 
-    def __call__(self, input_ids: Tensor) -> Tensor:
+    def _receive_head(self, weight: Tensor) -> Matrix:
+        # int8 at least: the error of int4 would go directly into the scores.
+        quantize = "int8" if self._parameters.quantize is not None else None
+        self.head = self._parameters.device.matrix(weight, quantize)
+        return self.head
+
+    def vectors(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] → [T, hidden_size]."""
         if self._world.size == 1:
             return self.table.lookup(input_ids)
-        own = input_ids - self.vocabulary.start
-        is_elsewhere = (own < 0) | (own >= self.vocabulary.count)
+        own = input_ids - self._own.start
+        is_elsewhere = (own < 0) | (own >= self._own.count)
         vectors = self.table.lookup(torch.where(is_elsewhere, 0, own))
         # One rank has the vector, and the sum with zeros is exact.
         return self._world.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
-
-class LMHead:
-    """Hidden states to scores over the vocabulary; shares the embedding's weight when tied."""
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        world: World,
-        name: str,
-        embedding: Embedding,
-        tie_word_embeddings: bool,
-    ) -> None:
-        self.matrix: Matrix
-        """This rank's part; set when it is loaded."""
-        self._world, self._embedding, self._parameters = world, embedding, parameters
-        if tie_word_embeddings:
-            # Some checkpoints also store the tied head, as a copy.
-            parameters.ignore(f"{name}.weight")
-            parameters.after_load(self._tie)
-        else:
-            sections = {f"{name}.weight": [embedding.vocabulary]}
-            parameters.add_matrix(sections, embedding.inputs, self._receive)
-
-    def _tie(self) -> None:
-        self.matrix, nbytes = self._embedding.table.as_matrix()
-        self._parameters.nbytes += nbytes
-
-    def _receive(self, weight: Tensor) -> Matrix:
-        # int8 at least: the error of int4 would go directly into the scores.
-        quantize = "int8" if self._parameters.quantize is not None else None
-        self.matrix = self._parameters.device.matrix(weight, quantize)
-        return self.matrix
-
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden_size] → logits [S, vocab_size] in float32."""
         if self._world.size == 1:
-            return self.matrix(hidden).float()
-        scores = self._world.all_gather(self.matrix(hidden))
-        return scores[:, : self._embedding.vocabulary.total].float().contiguous()
+            return self.head(hidden).float()
+        scores = self._world.all_gather(self.head(hidden))
+        return scores[:, : self._own.total].float().contiguous()

@@ -14,7 +14,7 @@ from text_generation_shard.device.forward import (
     CacheShape,
     ForwardBatch,
 )
-from text_generation_shard.layers.linear import Embedding, Linear, LMHead, RMSNorm
+from text_generation_shard.layers.linear import Linear, RMSNorm, TokenWeights
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from text_generation_shard.parallel import World
 
@@ -133,17 +133,14 @@ class LlamaModel:
         self.attention = device.attention(
             own.heads.count, own.kv_heads.count, config.head_dim, config.attention_scale
         )
-        self._embedding = Embedding(
-            parameters, world, "model.embed_tokens", own.vocabulary, config.hidden_size
+        self._tokens = TokenWeights(
+            parameters, world, own.vocabulary, config.hidden_size, config.tie_word_embeddings
         )
         self._blocks = [
             Block(parameters, world, config, own, layer, self.attention)
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
-        self._head = LMHead(
-            parameters, world, "lm_head", self._embedding, config.tie_word_embeddings
-        )
         rotary = RotaryEmbedding(config.rope, device.torch_device)
         self.angles, self.angle_table = rotary.angles, rotary.table
         self.length_rule = rotary.length_rule
@@ -176,7 +173,7 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
         config = self.config
-        hidden = self._embedding(batch.input_ids)
+        hidden = self._tokens.vectors(batch.input_ids)
         if config.embedding_multiplier != 1.0:
             hidden = hidden * config.embedding_multiplier
         plan = self.attention.plan(batch, self.angles(batch))
@@ -192,7 +189,7 @@ class LlamaModel:
         """See Model."""
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size, device=hidden.device)
-        logits, divisor = self._head(self.normed(hidden)), self.config.logits_divisor
+        logits, divisor = self._tokens.scores(self.normed(hidden)), self.config.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -213,8 +210,8 @@ class LlamaModel:
                 num_tokens=shares.vocabulary.count,
             ),
             world=self._world,
-            embedding=self._embedding.table,
+            embedding=self._tokens.table,
             layers=layers,
             norm=self._norm.weight,
-            head=self._head.matrix,
+            head=self._tokens.head,
         )

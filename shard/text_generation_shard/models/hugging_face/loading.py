@@ -23,6 +23,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from text_generation_shard.checkpoint.files import some
 from text_generation_shard.checkpoint.weights import open_tensors
 from text_generation_shard.device.base import Device, Matrix
 from text_generation_shard.errors import ModelError, UnsupportedError
@@ -126,10 +127,9 @@ def _multiplies(module: nn.Module) -> bool:
 
 def _check_names(directory: Path, info: dict[str, Any]) -> None:
     if missing := sorted(info["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(
-            f"the weights in {directory} lack {', '.join(missing[:3])}{more}; config.json and "
-            "weights are not of the same model"
+            f"the weights in {directory} lack {some(missing)}; config.json and weights are not of "
+            "the same model"
         )
     if unexpected := sorted(info["unexpected_keys"]):
         logger.info("%d tensors are not used, %s among them", len(unexpected), unexpected[0])
