@@ -113,18 +113,15 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
         batch_id = request.cached_batch_id if joins else request.batch.id
         rows = self._batches.setdefault(batch_id, {})
         columns = Columns()
-        if request.HasField("advance"):
-            self._advance(rows, request.advance, columns)
         for new in request.batch.requests:
             stopping = new.stopping_parameters
             num_inputs = len(new.input_ids)
-            row = Row(
+            rows[new.id] = Row(
                 num_inputs - new.num_cached_tokens,
                 num_inputs - new.num_prompt_tokens,
                 stopping.max_new_tokens,
             )
-            rows[new.id] = row
-            self._read(new.id, row, new.chunk_len or row.num_unread, columns)
+        self._compute(rows, request.step, columns)
         return self._answer(batch_id, columns)
 
     async def Decode(
@@ -137,7 +134,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
             for other in others:
                 rows |= self._batches.pop(other)
             columns = Columns()
-            self._advance(rows, request.advance, columns)
+            self._compute(rows, request.step, columns)
             yield self._answer(batch_id, columns)
 
     async def CompileGrammar(
@@ -146,19 +143,19 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
         """Accepts any grammar; the text does not follow it."""
         return pb.CompileGrammarResponse(min_tokens=1)
 
-    def _advance(self, rows: dict[int, Row], advance: pb.Advance, columns: Columns) -> None:
-        num_new = 1 + min(self._accepted, advance.speculate)
-        for request_id, row in rows.items():
+    def _compute(self, rows: dict[int, Row], step: pb.Step, columns: Columns) -> None:
+        num_new = 1 + min(self._accepted, step.speculate)
+        counts = step.counts or [1] * len(step.request_ids)
+        for request_id, count in zip(step.request_ids, counts, strict=True):
+            row = rows.get(request_id)
+            if row is None:
+                continue  # it has ended in the step before
             if not row.num_unread:
                 self._write(request_id, row, num_new, columns)
-        for request_id, length in zip(advance.chunk_request_ids, advance.chunk_lens, strict=True):
-            self._read(request_id, rows[request_id], length, columns)
-
-    def _read(self, request_id: int, row: Row, length: int, columns: Columns) -> None:
-        """A part of a prompt; the last part gives the first token."""
-        row.num_unread -= length
-        if not row.num_unread:
-            self._write(request_id, row, 1, columns)
+                continue
+            row.num_unread -= count
+            if not row.num_unread:
+                self._write(request_id, row, 1, columns)
 
     def _write(self, request_id: int, row: Row, num_new: int, columns: Columns) -> None:
         num_new = min(num_new, row.max_new_tokens - row.num_tokens)

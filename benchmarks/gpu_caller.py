@@ -2,15 +2,58 @@
 launches each step before the result of the previous one is known."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
+from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
+from text_generation_shard.grammars.grammar import Grammar
 
 # Rows per block that stays free: without it a new request would be preempted a step later.
 _ROWS_A_SPARE_BLOCK = 8
+
+
+_SAMPLING = [own.name for own in fields(Sampling) if own.name != "logit_bias"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as a router sends it; see Request in generate.proto."""
+
+    id: int
+    input_ids: Sequence[int]
+    block_table: Sequence[int]
+    sampling: Sampling
+    max_new_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    ignore_eos_token: bool = True
+    prefill_logprobs: bool = False
+    top_n_tokens: int = 0
+    grammar: Grammar | None = None
+
+    def message(self) -> pb.Request:
+        """The same as a message."""
+        biases = dict(self.sampling.logit_bias)
+        return pb.Request(
+            id=self.id,
+            input_ids=self.input_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            block_table=self.block_table,
+            parameters=pb.NextTokenChooserParameters(
+                **{name: getattr(self.sampling, name) for name in _SAMPLING},
+                logit_bias_ids=biases,
+                logit_bias_values=biases.values(),
+            ),
+            stopping_parameters=pb.StoppingCriteriaParameters(
+                max_new_tokens=self.max_new_tokens, ignore_eos_token=self.ignore_eos_token
+            ),
+            prefill_logprobs=self.prefill_logprobs,
+            top_n_tokens=self.top_n_tokens,
+        )
 
 
 class LostError(AssertionError):
@@ -175,9 +218,18 @@ class Caller:
             block = self._free.pop()
             self._held[request_id].table.append(block)
             grown.append((request_id, block))
-        step = StepInput(admitted, grown=grown, is_ahead=bool(self._under_way))
+        counts = {request_id: 1 for request_id, held in self._held.items() if held.left}
+        counts |= {new.id: len(new.input_ids) for new in admitted}
+        step = pb.Step(
+            request_ids=counts,
+            counts=counts.values(),
+            grown_request_ids=[request_id for request_id, _ in grown],
+            grown_block_ids=[block for _, block in grown],
+            is_ahead=bool(self._under_way),
+        )
+        grammars = {new.id: new.grammar for new in admitted if new.grammar is not None}
         try:
-            handle = self._engine.launch(step)
+            handle = self._engine.launch(step, [new.message() for new in admitted], grammars)
         except BatchError:
             if admitted or not self._under_way:
                 raise

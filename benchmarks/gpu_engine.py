@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_attention import causal_flop
+from gpu_caller import NewRequest
 from gpu_limits import weights_of
 from gpu_timing import MODELS, TINY_MODELS, Bench, Limits, Model
 from make_checkpoint import Shape, config_of, write_tokenizer
@@ -21,7 +22,6 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import PlainCopies
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.grammars.grammar import (
     Grammar,
     compile_tried,
@@ -193,7 +193,6 @@ def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[Ne
             block_table=range(row * width, (row + 1) * width),
             sampling=Sampling(),
             max_new_tokens=new,
-            ignore_eos_token=True,
         )
         for row in range(rows)
     ]

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_caller import Caller
+from gpu_caller import Caller, NewRequest
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_engine_tokens import SAMPLINGS
 from gpu_timing import Bench, Figures
 from text_generation_proto import pb
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
@@ -130,7 +129,6 @@ class Draws:
             id=number,
             input_ids=draw.choices(range(1, 300), k=length),
             num_prompt_tokens=length,
-            num_cached_tokens=0,
             block_table=(),
             sampling=draw.choices(SAMPLINGS, _SHARES)[0],
             max_new_tokens=new,

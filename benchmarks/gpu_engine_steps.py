@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_caller import NewRequest
 from gpu_engine import Sizes, known_requests, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from torch.profiler import ProfilerActivity, profile
 
@@ -83,6 +83,12 @@ def warm(bench: Bench, sizes: Sizes, graphs: Sequence[int]) -> Engine:
     return engine
 
 
+def first_step(requests: Sequence[NewRequest]) -> pb.Step:
+    """The step that computes all their inputs."""
+    counts = {item.id: len(item.input_ids) - item.num_cached_tokens for item in requests}
+    return pb.Step(request_ids=counts, counts=counts.values())
+
+
 class Decoding:
     """Decoding rows with two steps in flight, as in the service. Owns these steps."""
 
@@ -90,13 +96,15 @@ class Decoding:
         self._engine = engine
         # A failed measurement may have left some.
         engine.clear()
-        engine.step(StepInput(requests))
+        engine.step(first_step(requests), [request.message() for request in requests])
+        self._ids = [request.id for request in requests]
         self._under_way: deque[StepHandle] = deque()
         for _ in range(2):
             self._launch()
 
     def _launch(self) -> None:
-        self._under_way.append(self._engine.launch(StepInput(is_ahead=bool(self._under_way))))
+        step = pb.Step(request_ids=self._ids, is_ahead=bool(self._under_way))
+        self._under_way.append(self._engine.launch(step))
 
     def advance(self) -> None:
         """Collect the oldest step and launch another."""
@@ -133,19 +141,18 @@ def _prefill(bench: Bench, sizes: Sizes, engine: Engine, prompts: int, length: i
             id=row,
             input_ids=[1 + (row + at * 7) % 300 for at in range(length)],
             num_prompt_tokens=length,
-            num_cached_tokens=0,
             block_table=range(row * width, (row + 1) * width),
             sampling=Sampling(),
             max_new_tokens=1,
-            ignore_eos_token=True,
         )
         for row in range(prompts)
     ]
     engine.clear()
     times = []
     for _ in range(bench.size(4, 1)):
+        step, messages = first_step(requests), [request.message() for request in requests]
         begun = time.perf_counter()
-        engine.step(StepInput(requests))
+        engine.step(step, messages)
         times.append(time.perf_counter() - begun)
     us = min(times) * 1e6
     found = bench.computed(us, sizes.prefill_flop(prompts, length))

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from gpu_caller import Answer, Caller
+from gpu_caller import Answer, Caller, NewRequest
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.grammars.grammar import Grammar
 
@@ -137,8 +136,8 @@ def _cases(bench: Bench, grammars: dict[str, Grammar]) -> Iterator[Case]:
     def request(number: int, sampling: Sampling, **options: Any) -> NewRequest:
         length = 3 + (number * 37) % bench.size(200, 20)
         ids = [1 + (number * 101 + at * 7) % 300 for at in range(length)]
-        asked = {"max_new_tokens": new, "ignore_eos_token": True, **options}
-        return NewRequest(number, ids, length, 0, (), sampling, **asked)
+        asked = {"max_new_tokens": new, **options}
+        return NewRequest(number, ids, (), sampling, num_prompt_tokens=length, **asked)
 
     every_way = [
         request(number, sampling, max_new_tokens=new // 2 + number)

@@ -204,7 +204,8 @@ class FakeShards:
     async def prefill(self, plan: Plan, batch_id: int, cached_batch_id: int | None) -> StepResult:
         # Copied immediately, as gRPC does: later changes by the router must not matter.
         new = {entry.id: self._row(entry) for entry in plan.admitted}
-        parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in plan.admitted}
+        parts = {entry.id: plan.chunks[entry.id] for entry in plan.admitted}
+        assert all(0 < parts[i] <= row.left for i, row in new.items())
         has_rows = len(plan.admitted) < len(plan.entries)
         if has_rows:
             self._grow(plan, self.batches[cached_batch_id])
@@ -274,7 +275,6 @@ class FakeShards:
         num_cached = entry.num_cached_tokens
         assert num_cached % self.block_size == 0 and 0 <= num_cached < len(ids)
         assert not (num_cached and entry.needs_all_computed)
-        assert 0 <= entry.chunk_len <= len(ids) - num_cached
         table = list(entry.block_table)
         assert len(set(table)) == len(table) and set(table) <= set(range(self.num_blocks))
         assert len(ids) < len(table) * self.block_size, "no room for the next token"
@@ -333,7 +333,9 @@ class FakeShards:
         unfinished = {request_id for request_id, row in rows.items() if row.is_unfinished}
         assert chunks.keys() <= unfinished
         assert all(num <= rows[request_id].left for request_id, num in chunks.items())
-        return {i: chunks.get(i, 1) for i in rows if i in chunks or i not in unfinished}
+        parts = {i: chunks.get(i, 1) for i in rows if i in chunks or i not in unfinished}
+        assert parts == {i: count for i, count in plan.counts.items() if i in rows}
+        return parts
 
     def _step(self, batch_id: int, parts: dict[int, int], speculate: int) -> StepResult:
         """One pass: `parts` are the tokens computed by row, in the order they are computed in."""

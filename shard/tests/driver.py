@@ -2,7 +2,7 @@
 behind, another step is in flight behind the requested one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput
+from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.compiler import GrammarCompiler
@@ -72,6 +72,92 @@ def limits_of(max_prefill_tokens: int, max_batch_size: int, **others: int) -> pb
     )
 
 
+_SAMPLING = [own.name for own in fields(Sampling) if own.name != "logit_bias"]
+
+
+def new_request(
+    request_id: int,
+    ids: Sequence[int],
+    block_table: Sequence[int],
+    sampling: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> pb.Request:
+    """A request as a router sends it. sampling: fields of `Sampling`."""
+    own = Sampling(**(sampling or {}))
+    biases = dict(own.logit_bias)
+    stopping = pb.StoppingCriteriaParameters(
+        max_new_tokens=options.pop("max_new_tokens", 8),
+        min_new_tokens=options.pop("min_new_tokens", 0),
+        ignore_eos_token=options.pop("ignore_eos_token", False),
+        stop_token_ids=options.pop("stop_token_ids", ()),
+    )
+    return pb.Request(
+        id=request_id,
+        input_ids=ids,
+        num_prompt_tokens=options.pop("num_prompt_tokens", len(ids)),
+        block_table=block_table,
+        parameters=pb.NextTokenChooserParameters(
+            **{name: getattr(own, name) for name in _SAMPLING},
+            logit_bias_ids=biases,
+            logit_bias_values=biases.values(),
+        ),
+        stopping_parameters=stopping,
+        **options,
+    )
+
+
+def changed(request: pb.Request, **fields: Any) -> pb.Request:
+    """A copy with other values of these fields."""
+    copy = pb.Request()
+    copy.CopyFrom(request)
+    for name in fields:
+        copy.ClearField(name)
+    copy.MergeFrom(pb.Request(**fields))
+    return copy
+
+
+def step_of(
+    engine: Engine,
+    requests: Sequence[pb.Request] = (),
+    runs_on: bool = True,
+    grown: Sequence[tuple[int, int]] = (),
+    chunks: Mapping[int, int] | None = None,
+    **options: Any,
+) -> tuple[pb.Step, Sequence[pb.Request]]:
+    """A step and its new requests. With `runs_on`, what runs and has its whole input decodes, but
+    for what ends by length in the steps under way; chunks: how many tokens of which inputs, of new
+    requests by default all."""
+    table, parts = engine._table, dict(chunks or {})
+    options.setdefault("is_ahead", bool(engine._in_flight))
+    counts = {
+        request_id: 1
+        for request_id, row in table.running.items()
+        if runs_on
+        and table.lens[row] >= table.input_lens[row]
+        and (not engine._in_flight or table.lens[row] + 1 < table.longest[row])
+    }
+    for request in requests:
+        parts.setdefault(request.id, len(request.input_ids) - request.num_cached_tokens)
+    counts |= parts
+    step = pb.Step(
+        request_ids=counts,
+        counts=counts.values() if parts else (),
+        grown_request_ids=[request_id for request_id, _ in grown],
+        grown_block_ids=[block for _, block in grown],
+        **options,
+    )
+    return step, requests
+
+
+def prefill_of(
+    engine: Engine, batch_id: int, requests: Sequence[pb.Request], cached_id: int | None = None
+) -> pb.PrefillRequest:
+    """The message of new requests, beside which nothing decodes."""
+    step, new = step_of(engine, requests, runs_on=False)
+    batch = pb.Batch(id=batch_id, requests=new)
+    return pb.PrefillRequest(batch=batch, cached_batch_id=cached_id, step=step)
+
+
 def compile_now(compiler: GrammarCompiler, text: str) -> Grammar:
     """Compile in this thread, without limits or the cache."""
     try:
@@ -119,52 +205,67 @@ class Driver:
     reasons: dict[int, int] = field(default_factory=dict)
     # Tokens of the inputs that are not computed yet.
     left: dict[int, int] = field(default_factory=dict)
+    # Tokens of inputs that the first step computes, if not all; and the compiled grammars.
+    firsts: dict[int, int] = field(default_factory=dict)
+    grammars: dict[int, Grammar] = field(default_factory=dict)
     # The longest a request can become.
     longest: dict[int, int] = field(default_factory=dict)
     running: list[int] = field(default_factory=list)
     # Launched behind the last one that was asked for: a decode of what runs.
     ahead: StepHandle | None = None
 
-    def request(self, request_id: int, ids: Sequence[int], **options: Any) -> NewRequest:
+    def request(self, request_id: int, ids: Sequence[int], **options: Any) -> pb.Request:
         """A request with blocks for its ids and the token after them."""
         size = self.engine.block_size
         self.tables[request_id] = [self.free.pop() for _ in range((len(ids) + size) // size)]
         self.known[request_id] = list(ids)
         self.tokens.setdefault(request_id, [])
         self.logprobs.setdefault(request_id, [])
-        sampling = Sampling(**options.pop("sampling", {}))
-        request = NewRequest(
-            id=request_id,
-            input_ids=list(ids),
-            num_prompt_tokens=options.pop("num_prompt_tokens", len(ids)),
-            num_cached_tokens=0,
-            block_table=list(self.tables[request_id]),
-            sampling=sampling,
-            **{"max_new_tokens": 8, **options},
-        )
-        self.longest[request_id] = request.num_prompt_tokens + request.max_new_tokens
+        grammar, chunk_len = options.pop("grammar", None), options.pop("chunk_len", 0)
+        if grammar is not None:
+            self.grammars[request_id] = grammar
+        self.firsts.pop(request_id, None)
+        if chunk_len:
+            self.firsts[request_id] = chunk_len
+        request = new_request(request_id, ids, self.tables[request_id], **options)
+        most_new = request.stopping_parameters.max_new_tokens
+        self.longest[request_id] = request.num_prompt_tokens + most_new
         return request
 
+    def part(self, request: pb.Request, count: int) -> pb.Request:
+        """Only `count` input tokens are computed in its first step; 0: all."""
+        self.firsts[request.id] = count or len(request.input_ids) - request.num_cached_tokens
+        return request
+
+    def launch(self, requests: Sequence[pb.Request], **options: Any) -> StepHandle:
+        """Launch a step with new requests; the options of `step_of`."""
+        chunks = {
+            request.id: self.firsts[request.id] for request in requests if request.id in self.firsts
+        }
+        chunks = {**options.pop("chunks", {}), **chunks}
+        step, new = step_of(self.engine, requests, chunks=chunks, **options)
+        return self.engine.launch(step, new, self.grammars)
+
     def add(
-        self, requests: Sequence[NewRequest], advance: StepInput | None = None
+        self, requests: Sequence[pb.Request], advance: Mapping[str, Any] | None = None
     ) -> pb.StepResponse:
         """Prefill, joining the running batch, which `advance` advances in the same pass."""
-        step = StepInput(runs_on=False) if advance is None else advance
-        handle = self.engine.launch(replace(step, new_requests=requests))
+        options = {"runs_on": False} if advance is None else advance
+        handle = self.launch(requests, **options)
         self.settle()
         for request in requests:
-            self.left[request.id] = len(request.input_ids) - request.first_end
-        return self._take(handle.result(), step)
+            whole = len(request.input_ids) - request.num_cached_tokens
+            self.left[request.id] = whole - self.firsts.get(request.id, whole)
+        return self._take(handle.result(), options.get("chunks", {}))
 
     def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> pb.StepResponse:
         """Decode everything that runs; `chunks`: how many more tokens of which inputs."""
         if chunks:
-            advance = self.advance(chunks, speculate)
-            handle = self.engine.launch(advance)
+            handle = self.launch((), **self.advance(chunks, speculate))
             self.settle()
-            return self._take(handle.result(), advance)
+            return self._take(handle.result(), chunks)
         if self.ahead is None:
-            self.ahead = self.engine.launch(self.advance({}, speculate))
+            self.ahead = self.launch((), **self.advance({}, speculate))
         return self._step_ahead(self.ahead, speculate)
 
     def _step_ahead(self, handle: StepHandle, speculate: int) -> pb.StepResponse:
@@ -172,13 +273,13 @@ class Driver:
         ahead = None
         if self.engine.device.runs_behind:
             try:
-                ahead = self.engine.launch(self.advance({}, speculate))
+                ahead = self.launch((), **self.advance({}, speculate))
             except BatchError as error:
                 # All that decode end in this one.
                 assert "every request rests" in str(error)
         self.ahead = ahead
         try:
-            result = self._take(handle.result(), StepInput())
+            result = self._take(handle.result(), {})
         except Exception:
             if ahead is not None and ahead.outcome is not None:
                 self.ahead = None  # it is lost, too
@@ -191,10 +292,10 @@ class Driver:
         """Collect the step in flight, if there is one."""
         handle, self.ahead = self.ahead, None
         if handle is not None:
-            self._take(handle.result(), StepInput())
+            self._take(handle.result(), {})
 
-    def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> StepInput:
-        """The step of the running requests, with new blocks."""
+    def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> dict[str, Any]:
+        """The options of `step_of` for the running requests, with new blocks."""
         grown, more = [], speculate
         if self.ahead is not None:
             # What a row gets there at most.
@@ -207,10 +308,7 @@ class Driver:
             while tokens > len(table) * self.engine.block_size:
                 table.append(self.free.pop())
                 grown.append((request_id, table[-1]))
-        is_ahead = self.ahead is not None
-        return StepInput(
-            grown=grown, chunks=list(chunks.items()), speculate=speculate, is_ahead=is_ahead
-        )
+        return {"grown": grown, "chunks": chunks, "speculate": speculate}
 
     def drop(self, request_id: int) -> list[int]:
         """Filter a request out; returns its tokens, to resume it later."""
@@ -229,8 +327,8 @@ class Driver:
         while self.running:
             self.step()
 
-    def _take(self, result: pb.StepResponse, advance: StepInput) -> pb.StepResponse:
-        for request_id, count in advance.chunks:
+    def _take(self, result: pb.StepResponse, chunks: Mapping[int, int]) -> pb.StepResponse:
+        for request_id, count in chunks.items():
             self.left[request_id] -= count
         new = result.generations
         tokens = iter(zip(new.token_ids, new.logprobs, strict=True))

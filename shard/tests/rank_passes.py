@@ -159,7 +159,7 @@ def _answers(engine: Engine) -> dict[str, Any]:
     while driver.running:
         driver.step(speculate=2)
     return {
-        "is_fused": isinstance(getattr(engine._runner, "_forward", None), FusedDecoder),
+        "is_fused": isinstance(getattr(engine.runner, "_forward", None), FusedDecoder),
         "tokens": [driver.tokens[number] for number in range(4)],
         "logprobs": [driver.logprobs[number] for number in range(4)],
         "prompt": driver.prefill_logprobs[0][1:],

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -12,7 +12,6 @@ from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
@@ -35,21 +34,20 @@ class Batch:
         self.id: int | None = None
         """None: nothing runs."""
 
-    def prefill(self, batch_id: int, cached_id: int | None, step: StepInput) -> "Begun":
+    def prefill(self, request: pb.PrefillRequest, grammars: Mapping[int, Grammar]) -> "Begun":
         """Launch a step with new requests, which become the batch or join it."""
-        if not step.new_requests:
+        joins = request.HasField("cached_batch_id")
+        if not request.batch.requests:
             raise BatchError("a batch needs at least one request")
-        if cached_id is not None:
-            self.check(cached_id)
+        if joins:
+            self.check(request.cached_batch_id)
         elif self.id is not None:
             raise BatchError(f"batch {self.id} is running: name it as cached_batch_id")
-        elif step.runs_on:
-            raise BatchError("there is no cached batch that could advance")
-        handle = self._engine.launch(step)
-        self.id = batch_id if cached_id is None else cached_id
-        return Begun(handle, self.id, joins=cached_id is not None)
+        handle = self._engine.launch(request.step, request.batch.requests, grammars)
+        self.id = request.cached_batch_id if joins else request.batch.id
+        return Begun(handle, self.id, joins)
 
-    def decode(self, batch_ids: list[int], step: StepInput) -> "Begun | None":
+    def decode(self, batch_ids: Sequence[int], step: pb.Step) -> "Begun | None":
         """Launch a step of the batch; None: it ended before this step, which was sent ahead."""
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
@@ -57,9 +55,10 @@ class Batch:
             return None
         for batch_id in batch_ids:
             self.check(batch_id)
-        self._engine.collect_before(step)
-        if step.is_ahead and not self._engine.num_rows_taken:
-            return None
+        if step.is_ahead:
+            self._engine.collect_before(step)
+            if not self._engine.num_rows_taken:
+                return None
         return Begun(self._engine.launch(step), batch_ids[0])
 
     def filter(self, batch_id: int, request_ids: list[int]) -> list[int]:
@@ -156,11 +155,10 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         method: str,
         request: pb.PrefillRequest | pb.DecodeRequest,
         begin: Callable[[], "Begun | None"],
-        step: StepInput,
     ) -> "asyncio.Future[pb.StepResponse]":
         """Compute the step of a call in the device thread. A device that runs behind is awaited in
         another thread, so that the device thread can launch the next step."""
-        number = request.number
+        number, step = request.number, request.step
         if self._engine.runs_behind:
             # A launched step is collected even if its call is cancelled.
             answer = asyncio.shield(self._compute_behind(number, begin))
@@ -202,7 +200,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             spares_core=device.spares_core,
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,
-            records_steps=engine.records_steps,
+            records_steps=engine.runner.records_steps,
             last_number=self._messages.last_number,
             hidden_size=model.config.hidden_size,
             not_native=model.not_native,
@@ -261,17 +259,18 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
         """Compute the prompts of new requests, and advance the batch they join."""
-        number = request.number
-        cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
-        self._messages.take(number)
+        self._messages.take(request.number)
         try:
-            requests = [await self._to_new_request(item) for item in request.batch.requests]
-            step = StepInput.of(request.advance, request.HasField("advance"), requests)
+            grammars = {
+                item.id: await self._grammar_of(item)
+                for item in request.batch.requests
+                if item.grammar
+            }
         except BaseException as error:
-            self._messages.abandon(number, error)
+            self._messages.abandon(request.number, error)
             raise
-        begin = partial(self._batch.prefill, request.batch.id, cached, step)
-        return await self._compute("Prefill", request, begin, step)
+        begin = partial(self._batch.prefill, request, grammars)
+        return await self._compute("Prefill", request, begin)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
@@ -286,13 +285,11 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             retry_after_s=grammar.retry_after_s,
         )
 
-    async def _to_new_request(self, message: pb.Request) -> NewRequest:
-        grammar: Grammar | None = None
-        if message.grammar:
-            # Usually remembered since CompileGrammar; compiled again if it was forgotten.
-            is_here = self._follows_grammars
-            grammar = await self._grammars.compile(message.grammar) if is_here else Grammar()
-        return NewRequest.of(message, grammar)
+    async def _grammar_of(self, request: pb.Request) -> Grammar:
+        if not self._follows_grammars:
+            return Grammar()  # followed elsewhere
+        # Usually remembered since CompileGrammar; compiled again if it was forgotten.
+        return await self._grammars.compile(request.grammar)
 
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
@@ -323,15 +320,9 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         """Queue a step for each message, then None."""
         try:
             async for request in requests:
-                number = request.number
-                self._messages.take(number)
-                try:
-                    step = StepInput.of(request.advance, True)
-                except ValueError as error:
-                    self._messages.abandon(number, error)
-                    raise
-                begin = partial(self._batch.decode, list(request.batch_ids), step)
-                steps.put_nowait(self._compute("Decode", request, begin, step))
+                self._messages.take(request.number)
+                begin = partial(self._batch.decode, request.batch_ids, request.step)
+                steps.put_nowait(self._compute("Decode", request, begin))
         finally:
             steps.put_nowait(None)
 

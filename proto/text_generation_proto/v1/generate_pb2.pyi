@@ -164,7 +164,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos_token: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len", "pooling", "score_token_ids", "snapshot", "snapshot_positions", "snapshot_places")
+    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "pooling", "score_token_ids", "snapshot", "snapshot_positions", "snapshot_places")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -175,7 +175,6 @@ class Request(_message.Message):
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     SCORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -191,13 +190,12 @@ class Request(_message.Message):
     prefill_logprobs: bool
     top_n_tokens: int
     grammar: str
-    chunk_len: int
     pooling: Pooling
     score_token_ids: _containers.RepeatedScalarFieldContainer[int]
     snapshot: int
     snapshot_positions: _containers.RepeatedScalarFieldContainer[int]
     snapshot_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., score_token_ids: _Optional[_Iterable[int]] = ..., snapshot: _Optional[int] = ..., snapshot_positions: _Optional[_Iterable[int]] = ..., snapshot_places: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., score_token_ids: _Optional[_Iterable[int]] = ..., snapshot: _Optional[int] = ..., snapshot_positions: _Optional[_Iterable[int]] = ..., snapshot_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests")
@@ -273,47 +271,47 @@ class WarmupResponse(_message.Message):
     num_snapshots: int
     def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ..., prefill_context_ns: _Optional[int] = ..., rank_deadline_ms: _Optional[int] = ..., num_snapshots: _Optional[int] = ...) -> None: ...
 
-class Advance(_message.Message):
-    __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate", "is_ahead")
+class Step(_message.Message):
+    __slots__ = ("request_ids", "counts", "speculate", "grown_request_ids", "grown_block_ids", "is_ahead")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     GROWN_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
-    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    speculate: int
     grown_request_ids: _containers.RepeatedScalarFieldContainer[int]
     grown_block_ids: _containers.RepeatedScalarFieldContainer[int]
-    chunk_request_ids: _containers.RepeatedScalarFieldContainer[int]
-    chunk_lens: _containers.RepeatedScalarFieldContainer[int]
-    speculate: int
     is_ahead: bool
-    def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ..., is_ahead: bool = ...) -> None: ...
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ..., grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., is_ahead: bool = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch_id", "advance", "number", "trace_context")
+    __slots__ = ("batch", "cached_batch_id", "step", "number", "trace_context")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     cached_batch_id: int
-    advance: Advance
+    step: Step
     number: int
     trace_context: str
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_ids", "advance", "number", "trace_context")
+    __slots__ = ("batch_ids", "step", "number", "trace_context")
     BATCH_IDS_FIELD_NUMBER: _ClassVar[int]
-    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     batch_ids: _containers.RepeatedScalarFieldContainer[int]
-    advance: Advance
+    step: Step
     number: int
     trace_context: str
-    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class Generations(_message.Message):
     __slots__ = ("request_ids", "token_ids", "logprobs", "finish_reasons", "top_token_counts", "top_token_ids", "top_token_logprobs", "token_counts")

@@ -125,7 +125,7 @@ class TextGenerationServiceServicer(object):
 
     def Prefill(self, request, context):
         """Computes the prompts of new requests, or their first chunks. It can join them to a cached
-        batch, and advance that batch in the same pass.
+        batch, and advance that batch in the same step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,6 @@ def make_entry() -> Entry:
     entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
     entry.block_table = [4, 2]
     entry.num_cached_tokens = 2
-    entry.chunk_len = 1
     entry.snapshot, entry.stores = 3, {2: 5, 3: 4}
     return entry
 
@@ -87,7 +86,7 @@ def test_a_request_goes_over_whole() -> None:
     assert list(request.block_table) == [4, 2] and request.num_cached_tokens == 2
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
     assert request.grammar == "start: /a+/"
-    assert request.chunk_len == 1 and request.snapshot == 3
+    assert request.snapshot == 3
     assert list(request.snapshot_positions) == [2, 3]
     assert list(request.snapshot_places) == [5, 4]
     assert request.pooling == pb.POOLING_MEAN and list(request.score_token_ids) == [8, 3]
@@ -110,7 +109,7 @@ def test_a_preempted_request_brings_what_it_has_generated() -> None:
     entry = make_entry()
     entry.add([21, 22])
     [request] = translate.to_prefill(
-        Plan([entry], None, {}, {}, frozenset()), 3, None, "", 1
+        Plan([entry], {}, {}, frozenset()), 3, None, "", 1
     ).batch.requests
     assert list(request.input_ids) == [5, 6, 7, 21, 22] and request.num_prompt_tokens == 3
     assert not request.prefill_logprobs, "they were delivered with the first token"
@@ -119,23 +118,30 @@ def test_a_preempted_request_brings_what_it_has_generated() -> None:
 def test_decode() -> None:
     request = translate.to_decode(Plan([], **OLD | {"chunks": {13: 16, 14: 2}}), 4, "", 1)
     assert list(request.batch_ids) == [4]
-    check_advance(request.advance)
+    check_step(request.step, [13, 14], [16, 2])
 
 
-def check_advance(advance: pb.Advance) -> None:
-    assert list(advance.grown_request_ids) == [11, 12] and list(advance.grown_block_ids) == [7, 8]
-    assert list(advance.chunk_request_ids) == [13, 14] and list(advance.chunk_lens) == [16, 2]
-    assert advance.speculate == 3 and advance.is_ahead
-    assert unset_fields(advance) == set()
+def check_step(step: pb.Step, request_ids: list[int], counts: list[int]) -> None:
+    assert list(step.grown_request_ids) == [11, 12] and list(step.grown_block_ids) == [7, 8]
+    assert list(step.request_ids) == request_ids and list(step.counts) == counts
+    assert step.speculate == 3 and step.is_ahead
+    assert unset_fields(step) == set()
+
+
+def test_a_step_that_only_decodes_has_no_counts() -> None:
+    entries: Any = dict.fromkeys((7, 5, 6))
+    plan = Plan([], entries, {}, frozenset((5, 7)))
+    step = translate.to_decode(plan, 4, "", 1).step
+    assert list(step.request_ids) == [7, 5] and not step.counts
 
 
 def test_prefill() -> None:
     request = translate.to_prefill(make_prefill(), 3, 2, "", 1)
     assert (request.batch.id, request.cached_batch_id) == (3, 2)
     assert [one.id for one in request.batch.requests] == [11]
-    check_advance(request.advance)
+    check_step(request.step, [13, 14, 11], [16, 2, 1])
     first = translate.to_prefill(make_prefill(), 3, None, "", 1)
-    assert not first.HasField("cached_batch_id") and not first.HasField("advance")
+    assert not first.HasField("cached_batch_id")
 
 
 def test_a_step_comes_back_as_columns() -> None:

@@ -82,7 +82,6 @@ def _to_request(entry: Entry) -> pb.Request:
         prefill_logprobs=entry.wants_prefill_logprobs,
         top_n_tokens=asked.top_n_tokens or 0,
         grammar=request.grammar,
-        chunk_len=entry.chunk_len,
         pooling=_POOLINGS[asked.pooling],
         score_token_ids=asked.score_token_ids,
         snapshot=entry.snapshot,
@@ -94,11 +93,11 @@ def _to_request(entry: Entry) -> pb.Request:
 def to_prefill(
     plan: Plan, batch_id: int, cached_batch_id: int | None, trace_context: str, number: int
 ) -> pb.PrefillRequest:
-    """New rows, and how the rows of the cached batch go on beside them."""
+    """New rows, and what they and the rows of the cached batch compute."""
     return pb.PrefillRequest(
         batch=pb.Batch(id=batch_id, requests=map(_to_request, plan.admitted)),
         cached_batch_id=cached_batch_id,
-        advance=None if cached_batch_id is None else _to_advance(plan),
+        step=_to_step(plan),
         trace_context=trace_context,
         number=number,
     )
@@ -108,21 +107,20 @@ def to_decode(plan: Plan, batch_id: int, trace_context: str, number: int) -> pb.
     """One step for the rows of a batch."""
     return pb.DecodeRequest(
         batch_ids=[batch_id],
-        advance=_to_advance(plan),
+        step=_to_step(plan),
         trace_context=trace_context,
         number=number,
     )
 
 
-def _to_advance(plan: Plan) -> pb.Advance:
-    new = {entry.id for entry in plan.admitted}
-    chunks = [(i, num_tokens) for i, num_tokens in plan.chunks.items() if i not in new]
-    return pb.Advance(
+def _to_step(plan: Plan) -> pb.Step:
+    counts = plan.counts
+    return pb.Step(
+        request_ids=counts,
+        counts=counts.values() if plan.chunks else (),
+        speculate=plan.speculate,
         grown_request_ids=[request_id for request_id, _ in plan.grown_blocks],
         grown_block_ids=[block_id for _, block_id in plan.grown_blocks],
-        chunk_request_ids=[request_id for request_id, _ in chunks],
-        chunk_lens=[num_tokens for _, num_tokens in chunks],
-        speculate=plan.speculate,
         is_ahead=plan.is_ahead,
     )
 

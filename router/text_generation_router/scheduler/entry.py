@@ -80,8 +80,6 @@ class Entry:
         """Of `num_inputs`, those in shared blocks, or written there by its first step."""
         self.cached_tokens = 0
         """Cached prompt tokens at its first admission, which its client sees."""
-        self.chunk_len = 0
-        """How many tokens behind the cached ones its first step computes."""
         self.num_computed = 0
         self.is_shown = True
         """Whether its client sees each token at once, and not only the whole answer."""

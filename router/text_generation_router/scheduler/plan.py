@@ -63,6 +63,13 @@ class Plan:
     is_ahead: bool = False
 
     @property
+    def counts(self) -> dict[int, int]:
+        """How many tokens each entry computes, in this order: one of each that decodes, then the
+        prompts, which may share the blocks of those before them."""
+        asked, chunks = self.asked, self.chunks
+        return {i: 1 for i in self.entries if i in asked and i not in chunks} | chunks
+
+    @property
     def num_decoding(self) -> int:
         """Entries that decode; the other ones in `asked` complete their prompts."""
         return len(self.asked - self.chunks.keys())

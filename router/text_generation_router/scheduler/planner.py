@@ -7,7 +7,6 @@ An admitted entry shares the blocks that those before it have written or write i
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from text_generation_router.scheduler.blocks import PendingBlocks
@@ -113,7 +112,11 @@ class Planner:
             assert not self.queue, "where no entry runs the first must fit"
             return None
         self._num_steps = 1 if admitted else self._num_steps + 1
-        asked = frozenset(self.running.keys() - _unfinished(self.running.values(), chunks))
+        asked = frozenset(
+            entry.id
+            for entry in self.running.values()
+            if entry.num_computed + chunks.get(entry.id, 0) >= entry.num_inputs
+        )
         speculate = self._limits.speculate if rows else 0
         if speculate:
             getting = [entry for entry in rows if entry.id in asked]
@@ -146,7 +149,8 @@ class Planner:
         self._num_steps += 1
         speculate = self._num_draft_tokens(going_on, num_more)
         grown_blocks = self.blocks.take_missing(going_on, num_more + speculate)
-        return Plan([], plan.entries, {}, plan.asked, grown_blocks, speculate, is_ahead=True)
+        asked = frozenset(entry.id for entry in going_on)
+        return Plan([], plan.entries, {}, asked, grown_blocks, speculate, is_ahead=True)
 
     # ---- The prefill budget ----
 
@@ -185,10 +189,10 @@ class Planner:
                 break
             else:
                 entry, num_running = first, len(self.running) + len(admitted)
-                if not self._try(entry, budget, not chunks, pending, num_running):
+                chunk = self._try(entry, budget, not chunks, pending, num_running)
+                if not chunk:
                     joins = False
                     continue
-                chunk = entry.chunk_len
                 admitted.append(self.queue.pop(0))
             self.blocks.expect(entry, chunk, pending)
             budget.take(entry.num_computed, chunk)
@@ -252,25 +256,24 @@ class Planner:
 
     def _try(
         self, entry: Entry, budget: Budget, is_first: bool, pending: PendingBlocks, num_running: int
-    ) -> bool:
-        """Gives the entry a row, blocks and a part of the budget; False, and nothing changed, if it
-        does not fit."""
+    ) -> int:
+        """Gives the entry a row and blocks, and returns how many of its tokens are computed; 0, and
+        nothing changed, if it does not fit."""
         if num_running >= self._limits.max_batch_size:
-            return False
+            return 0
         found = self.blocks.find(entry, pending, num_running)
         if found is None:
-            return False
+            return 0
         num_cached = len(found.block_ids) * self._limits.block_size
         left, may_split = entry.num_tokens - num_cached, self._limits.chunks_prompts
         chunk = self._chunk(num_cached, left, budget, is_first, may_split)
         if not chunk:
-            return False
+            return 0
         self.blocks.assign(entry, found)
         entry.num_inputs = entry.num_tokens
         entry.num_computed = entry.num_cached_tokens = num_cached
-        entry.chunk_len = chunk
         entry.state = EntryState.RUNNING
-        return True
+        return chunk
 
     # ---- Blocks for what runs ----
 
@@ -335,13 +338,3 @@ class Planner:
             self.queue.append(entry)
         self.blocks = EntryBlocks(self._limits)
         return lost
-
-
-def _unfinished(entries: Iterable[Entry], chunks: Mapping[int, int]) -> set[int]:
-    """Ids of entries whose prompt is not complete after this step: they get no token."""
-    return {
-        entry.id
-        for entry in entries
-        if entry.num_computed < entry.num_inputs
-        and entry.num_computed + chunks.get(entry.id, 0) < entry.num_inputs
-    }

@@ -1,18 +1,16 @@
 """The engine's rows, batches, endings and failures, and tokens regardless of batch composition."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import NUM_BLOCKS, Driver, limits_of
+from shard.tests.driver import NUM_BLOCKS, Driver, changed, limits_of, prefill_of, step_of
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
@@ -82,24 +80,30 @@ def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
 def test_steps_that_are_not_possible_are_refused(driver: Driver) -> None:
     engine = driver.engine
     with pytest.raises(BatchError, match="there is nothing to compute"):
-        engine.step(StepInput())
+        engine.step(*step_of(engine))
     driver.add([driver.request(1, [3], max_new_tokens=40)])
     long, stranger = driver.request(2, [3], max_new_tokens=500), driver.request(3, [3])
     # What is granted to a running request stays, for the router does not take it back.
-    refused = StepInput([driver.request(1, [3])], grown=[(1, driver.free.pop())])
-    num_blocks = engine._table.num_blocks[engine._table.row(1)]
+    refused = step_of(engine, [driver.request(1, [3])], grown=[(1, driver.free.pop())])
+    num_blocks = engine._table.num_blocks[engine._table.running[1]]
     for asked, sentence in (
         (refused, "is running already"),
-        (StepInput(grown=[(55, 3)]), "not running"),
-        (StepInput(chunks=[(55, 3)]), "not running"),
-        (StepInput([long]), "500 new ones may follow, and all can be 400"),
+        (step_of(engine, grown=[(55, 3)]), "not running"),
+        (step_of(engine, chunks={55: 3}), "not running"),
+        (step_of(engine, [long]), "500 new ones may follow, and all can be 400"),
         # Beyond the cache there is memory that belongs to something else.
-        (StepInput(grown=[(1, NUM_BLOCKS)]), "request 1: there is no block 400, the cache has 400"),
-        (StepInput([replace(stranger, block_table=[NUM_BLOCKS])]), "request 3: there is no block"),
+        (
+            step_of(engine, grown=[(1, NUM_BLOCKS)]),
+            "request 1: there is no block 400, the cache has 400",
+        ),
+        (
+            step_of(engine, [changed(stranger, block_table=[NUM_BLOCKS])]),
+            "request 3: there is no block",
+        ),
     ):
         with pytest.raises(BatchError, match=sentence):
-            engine.step(asked)
-    assert engine._table.num_blocks[engine._table.row(1)] == num_blocks + 1
+            engine.step(*asked)
+    assert engine._table.num_blocks[engine._table.running[1]] == num_blocks + 1
     for kept, sentence in (([], "at least one request"), ([1, 9], r"\[9\] are not running")):
         with pytest.raises(BatchError, match=sentence):
             engine.filter(kept)
@@ -111,25 +115,26 @@ def test_a_step_sent_ahead_skips_ended_requests(driver: Driver) -> None:
     short = driver.request(1, [5, 6, 7], max_new_tokens=3, ignore_eos_token=True)
     driver.add([short, driver.request(2, [8, 9], ignore_eos_token=True)])
     engine = driver.engine
-    first = driver.advance({})
-    second = StepInput(grown=[(1, driver.free.pop())], is_ahead=True)
-    assert engine.step(first).batch.request_ids == [1, 2]
-    assert engine.step(StepInput(is_ahead=True)).batch.request_ids == [2]
+    first = step_of(engine, **driver.advance({}))
+    grown = [(1, driver.free.pop())]
+    second = step_of(engine, grown=grown, is_ahead=True)
+    assert engine.step(*first).batch.request_ids == [1, 2]
+    assert engine.step(*step_of(engine, is_ahead=True)).batch.request_ids == [2]
     # Request 1 ended meanwhile, and its table can not grow any more.
-    result = engine.step(second)
+    result = engine.step(*second)
     assert result.generations.request_ids == [2] and result.batch.request_ids == [2]
     with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
-        engine.step(StepInput(grown=second.grown))
+        engine.step(*step_of(engine, grown=grown))
 
 
 def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Driver) -> None:
     ids = [3] * driver.engine.block_size
     request = driver.request(0, ids, max_new_tokens=4)
-    bare = driver.add([replace(request, block_table=request.block_table[:1])])
+    bare = driver.add([changed(request, block_table=request.block_table[:1])])
     with pytest.raises(BatchError, match=r"\[0\] have no block"):
-        driver.engine.step(StepInput())
+        driver.engine.step(*step_of(driver.engine))
     grown = [(0, driver.tables[0][1])]
-    assert driver.engine.step(StepInput(grown=grown)).batch.request_ids == [0]
+    assert driver.engine.step(*step_of(driver.engine, grown=grown)).batch.request_ids == [0]
     assert bare.batch.request_ids == [0]
     driver.engine.clear()
 
@@ -141,13 +146,13 @@ def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
         ({"block_table": list(range(60))}, "in 60 of at most 26 blocks"),
         ({"block_table": []}, "in 0 of at most 26 blocks"),
         ({"num_prompt_tokens": 4}, "of 3 tokens, 4 of them its prompt"),
-        ({"num_cached_tokens": 3}, "3 are cached and 3 computed"),
+        ({"num_cached_tokens": 3}, "3 are cached, in 1 of"),
         ({"input_ids": [3, 4, 300]}, "token id 300 is not below 300"),
         ({"score_token_ids": (300,)}, "token id 300 is not below 300"),
         ({"input_ids": []}, "0 tokens"),
     ]:
         with pytest.raises(BatchError, match=sentence):
-            driver.add([replace(request, **changes)])
+            driver.add([changed(request, **changes)])
     assert driver.engine.num_rows_taken == 0
     driver.add([request])
     with pytest.raises(BatchError, match="named twice"):
@@ -159,38 +164,38 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
     """As in the service: the running batch has the id of its first Prefill."""
     batch = Batch(driver.engine)
     first, second = driver.request(1, [4, 5, 6]), driver.request(2, [7, 8])
-    resting = StepInput([second], runs_on=False)
+    engine = driver.engine
+    prefill = partial(prefill_of, engine)
     for call, sentence in (
-        (partial(batch.decode, [77], StepInput()), "Batch ID 77 not found in cache"),
-        (partial(batch.decode, [], StepInput()), "Must provide at least one batch"),
-        (partial(batch.prefill, 1, 78, resting), "Batch ID 78 not found in cache"),
-        (partial(batch.prefill, 1, None, StepInput([first])), "no cached batch that could advance"),
+        (partial(batch.decode, [77], pb.Step()), "Batch ID 77 not found in cache"),
+        (partial(batch.decode, [], pb.Step()), "Must provide at least one batch"),
+        (partial(batch.prefill, prefill(1, [second], 78), {}), "Batch ID 78 not found in cache"),
     ):
         with pytest.raises(BatchError, match=sentence):
             call()
-    answer = batch.finish(batch.prefill(1, None, StepInput([first], runs_on=False)))
+    answer = batch.finish(batch.prefill(prefill(1, [first]), {}))
     assert (answer.batch.id, list(answer.batch.request_ids)) == (1, [1])
     assert not answer.HasField("concat_ns")
     with pytest.raises(BatchError, match="batch 1 is running"):
-        batch.prefill(2, None, resting)
+        batch.prefill(prefill(2, [second]), {})
     with pytest.raises(BatchError, match="at least one request"):
-        batch.prefill(2, 1, StepInput())
-    joined = batch.finish(batch.prefill(2, 1, resting))
+        batch.prefill(prefill(2, [], 1), {})
+    joined = batch.finish(batch.prefill(prefill(2, [second], 1), {}))
     assert (joined.batch.id, list(joined.batch.request_ids)) == (1, [1, 2])
     assert joined.HasField("concat_ns")
-    answer = batch.finish(batch.decode([1], StepInput()))
+    answer = batch.finish(batch.decode([1], step_of(engine)[0]))
     assert list(answer.generations.request_ids) == [1, 2]
     with pytest.raises(BatchError, match="Batch ID 2 not found"):
-        batch.decode([2], StepInput())
+        batch.decode([2], step_of(engine)[0])
     batch.clear(2)
     assert batch.filter(1, [2]) == [2]
     batch.clear(1)
     assert driver.engine.num_rows_taken == 0
     # A step that was sent ahead of that comes too late, and is no failure.
-    late = batch.decode([1], StepInput(is_ahead=True))
+    late = batch.decode([1], step_of(engine, is_ahead=True)[0])
     assert late is None and not batch.finish(late).HasField("batch")
     with pytest.raises(BatchError, match="Batch ID 1 not found in cache"):
-        batch.decode([1], StepInput())
+        batch.decode([1], step_of(engine)[0])
 
 
 def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:

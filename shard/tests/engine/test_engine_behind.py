@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,9 @@ from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.service import Batch, Begun, ShardService
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, changed, load_engine, prefill_of, step_of
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -69,13 +67,13 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
             prompt = [3 + (5 * number + at) % 90 for at in range(7 + 9 * number)]
             options = {"max_new_tokens": 6 + 5 * number, "sampling": SAMPLINGS[number]}
             request = driver.request(number, prompt, **options)
-            new = [replace(request, block_table=list(range(8 * number, 8 * number + 8)))]
+            new = [changed(request, block_table=range(8 * number, 8 * number + 8))]
         if not new and len(driver.reasons) == 4:
             break
         launched = False
         if new or engine.num_rows_taken:
             try:
-                waiting.append(engine.launch(StepInput(new, runs_on=step > 0)))
+                waiting.append(engine.launch(*step_of(engine, new, runs_on=step > 0)))
                 launched = True
             except ValueError as error:
                 # All that run end in the step that is under way.
@@ -88,12 +86,14 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
 
 def test_a_choice_that_depends_on_tokens_waits_for_them(driver: Driver) -> None:
     engine = driver.engine
-    first = engine.launch(StepInput([driver.request(0, range(3, 20), max_new_tokens=30)], False))
-    second = engine.launch(StepInput())
+    first = engine.launch(
+        *step_of(engine, [driver.request(0, range(3, 20), max_new_tokens=30)], False)
+    )
+    second = engine.launch(*step_of(engine))
     assert first.outcome is None, "both are under way"
-    third = engine.launch(StepInput())
+    third = engine.launch(*step_of(engine))
     assert first.outcome is not None and second.outcome is None, "no more than two are"
-    engine.launch(StepInput(speculate=2))
+    engine.launch(*step_of(engine, speculate=2))
     assert third.outcome is not None, "draft tokens are made of tokens that are known"
     for handle in (first, second, third):
         assert len(handle.result().generations.token_ids) == 1
@@ -118,7 +118,7 @@ def test_a_step_that_fails_late_leaves_what_was_there(
 ) -> None:
     engine = driver.engine
     driver.add([driver.request(0, range(3, 20), **LONG)])
-    handle = engine.launch(StepInput([driver.request(1, [4, 5])], runs_on=True))
+    handle = engine.launch(*step_of(engine, [driver.request(1, [4, 5])], runs_on=True))
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
         launched: Any = handle.launched
@@ -140,7 +140,10 @@ def test_steps_behind_one_that_fails_are_lost_with_it(
     driver: Driver, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.add([driver.request(0, range(3, 20), **LONG)])
-    first, second = driver.engine.launch(StepInput()), driver.engine.launch(StepInput())
+    first, second = (
+        driver.engine.launch(*step_of(driver.engine)),
+        driver.engine.launch(*step_of(driver.engine)),
+    )
     lost = SimpleNamespace(result=lambda: 1 / 0)
     monkeypatch.setattr(first, "launched", lost)
     for handle in (first, second):
@@ -154,7 +157,7 @@ def test_steps_behind_one_that_fails_are_lost_with_it(
 ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
 
-def with_one_that_ended(driver: Driver, new: NewRequest) -> pb.Generations:
+def with_one_that_ended(driver: Driver, new: pb.Request) -> pb.Generations:
     """The tokens of a step with a new request, launched behind a step in which another request
     takes part that ended in the step before."""
     engine = driver.engine
@@ -162,10 +165,10 @@ def with_one_that_ended(driver: Driver, new: NewRequest) -> pb.Generations:
         driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=2),
         driver.request(1, range(5, 9), max_new_tokens=30, ignore_eos_token=True),
     ]
-    engine.step(StepInput(both, runs_on=False))
-    engine.step(StepInput())
-    handles = [engine.launch(StepInput()), engine.launch(StepInput())]
-    handles.append(engine.launch(StepInput([new])))
+    engine.step(*step_of(engine, both, runs_on=False))
+    engine.step(*step_of(engine))
+    handles = [engine.launch(*step_of(engine)), engine.launch(*step_of(engine))]
+    handles.append(engine.launch(*step_of(engine, [new])))
     ended, behind, last = (handle.result().generations for handle in handles)
     assert ended.finish_reasons[0] == pb.FINISH_REASON_EOS_TOKEN and behind.request_ids == [1]
     return last
@@ -175,8 +178,8 @@ def test_the_row_of_an_ended_request_leaks_nothing_to_its_next_request(
     driver: Driver, plain: Driver
 ) -> None:
     found = with_one_that_ended(driver, driver.request(2, range(30, 50)))
-    step = StepInput([plain.request(2, range(30, 50))], runs_on=False)
-    expected = plain.engine.step(step).generations
+    step = step_of(plain.engine, [plain.request(2, range(30, 50))], runs_on=False)
+    expected = plain.engine.step(*step).generations
     assert found.request_ids[-1] == 2 and found.token_ids[-1] == expected.token_ids[0]
     assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
 
@@ -184,7 +187,10 @@ def test_the_row_of_an_ended_request_leaks_nothing_to_its_next_request(
 def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(driver: Driver) -> None:
     engine = driver.engine
     request = driver.request(0, range(3, 12), prefill_logprobs=True)
-    handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
+    handles = [
+        engine.launch(*step_of(engine, [request], runs_on=False)),
+        engine.launch(*step_of(engine)),
+    ]
     first, second = (handle.result() for handle in handles)
     [found] = first.prefill_logprobs
     assert (found.request_id, len(found.logprobs)) == (0, 9)
@@ -201,9 +207,9 @@ def test_a_step_ahead_of_the_end_is_no_failure(
     engine.clear()
     driver, batch = Driver(engine), Batch(engine)
     new = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
-    batch.finish(batch.prefill(1, None, StepInput([new], runs_on=False)))
-    last = batch.decode([1], StepInput())
-    ahead = batch.decode([1], StepInput(speculate=speculate, is_ahead=True))
+    batch.finish(batch.prefill(prefill_of(engine, 1, [new]), {}))
+    last = batch.decode([1], step_of(engine)[0])
+    ahead = batch.decode([1], step_of(engine, speculate=speculate, is_ahead=True)[0])
     assert batch.finish(last).generations.finish_reasons == [pb.FINISH_REASON_EOS_TOKEN]
     answer = batch.finish(ahead)
     assert not answer.generations.request_ids and not answer.HasField("batch")
@@ -222,10 +228,8 @@ async def test_a_step_whose_call_ended_is_collected(driver: Driver, tiny_model_p
         return answer
 
     batch.finish = tell  # type: ignore[method-assign]
-    step = StepInput([request], runs_on=False)
-    call = service._compute(
-        "Prefill", pb.PrefillRequest(), partial(batch.prefill, 7, None, step), step
-    )
+    message = prefill_of(engine, 7, [request])
+    call = service._compute("Prefill", message, partial(batch.prefill, message, {}))
     await asyncio.sleep(0)
     call.cancel()
     assert await asyncio.to_thread(is_collected.wait, 20)

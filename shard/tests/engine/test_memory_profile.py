@@ -1,7 +1,6 @@
 """What warm-up profiles if a device measures its memory: no later step takes more."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Costs, StepInput
+from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import LargestStep, largest_steps, warm_up
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
@@ -101,12 +100,11 @@ def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: Measu
     last = driver.request(
         *(ROWS, [7] * (LONGEST - 2)), max_new_tokens=2, prefill_logprobs=True, **options
     )
-    driver.add([replace(last, chunk_len=LONGEST - 2 - TOKENS)], driver.advance({}))
+    driver.add([driver.part(last, LONGEST - 2 - TOKENS)], driver.advance({}))
 
     def compute() -> None:
         # A step, and one more that is launched before its scores are gone.
-        steps = driver.advance({ROWS: TOKENS}), StepInput()
-        handles = [engine.launch(step) for step in steps]
+        handles = [driver.launch((), **options) for options in (driver.advance({ROWS: TOKENS}), {})]
         assert [len(handle.result().generations.token_ids) for handle in handles] == [ROWS, ROWS]
 
     _, peak = peak_of(compute)

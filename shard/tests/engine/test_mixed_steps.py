@@ -2,16 +2,16 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from text_generation_proto import pb
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, load_engine, step_of
 
 DRAWN = {"do_sample": True, "temperature": 1.4, "top_p": 0.95}
 PENALISED = {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
@@ -74,7 +74,7 @@ def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> No
             item: draw.randint(1, left) for item, left in unfinished.items() if draw.random() < 0.7
         }
         arriving = [waiting.pop() for _ in range(min(len(waiting), draw.choice([0, 0, 1, 3])))]
-        arriving = [in_parts(request, draw) for request in arriving]
+        arriving = [in_parts(driver, request, draw) for request in arriving]
         if arriving and (not driver.running or draw.random() < 0.2):
             driver.add(arriving)
         elif arriving:
@@ -93,9 +93,9 @@ def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> No
             )
 
 
-def in_parts(request: NewRequest, draw: random.Random) -> NewRequest:
+def in_parts(driver: Driver, request: pb.Request, draw: random.Random) -> pb.Request:
     length = len(request.input_ids)
-    return replace(request, chunk_len=draw.choice([0, draw.randint(1, length)]))
+    return driver.part(request, draw.choice([0, draw.randint(1, length)]))
 
 
 BITS = {"dtype": "bfloat16"}
@@ -158,18 +158,23 @@ def test_the_same_tokens_whatever_a_step_mixes(
 def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
     ids = list(range(3, 53))
     request = driver.request(0, ids)
-    with pytest.raises(BatchError, match="0 are cached and 51 computed in its first step"):
-        driver.add([replace(request, chunk_len=51)])
-    driver.add([replace(request, chunk_len=20)])
+    with pytest.raises(BatchError, match="51 more tokens can not be computed of an input of 50"):
+        driver.add([driver.part(request, 51)])
+    driver.add([driver.part(request, 20)])
     for chunks, sentence in [
-        ([(0, 31)], "31 more tokens can not be computed of an input of 50 tokens, 20 of"),
-        ([(0, 0)], "0 more tokens"),
-        ([(0, 3), (0, 3)], "3 more tokens"),
-        ([(9, 3)], "request 9 is not running"),
-        ([], "rests"),
+        ({0: 31}, "31 more tokens can not be computed of an input of 50 tokens, 20 of"),
+        ({0: 0}, "0 more tokens"),
+        ({9: 3}, r"requests \[9\] are not running"),
+        ({}, "rests"),
     ]:
         with pytest.raises(BatchError, match=sentence):
-            driver.engine.step(StepInput(chunks=chunks))
+            driver.engine.step(*step_of(driver.engine, chunks=chunks))
+    for columns, sentence in [
+        ({"request_ids": [0, 0], "counts": [3, 3]}, "named twice"),
+        ({"request_ids": [0], "counts": [3, 3]}, "2 counts were given for 1 requests"),
+    ]:
+        with pytest.raises(BatchError, match=sentence):
+            driver.engine.step(pb.Step(**columns))
     driver.step({0: 30})
     driver.run()
 
@@ -182,12 +187,12 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     driver.run()
     options = {"max_new_tokens": 30, "ignore_eos_token": True, "prefill_logprobs": True}
     driver.add([driver.request(1, ids, **options)])
-    driver.add([replace(driver.request(2, ids, **options), chunk_len=11)])
+    driver.add([driver.request(2, ids, chunk_len=11, **options)])
 
     def fail(*_: Any) -> None:
         raise RuntimeError("the device says no")
 
-    for place in ("engine.step_runner.StepRunner.choose", "engine.engine.verify"):
+    for place in ("engine.step.StepRunner.choose", "engine.engine.verify"):
         with monkeypatch.context() as patch:
             patch.setattr(f"text_generation_shard.{place}", fail)
             with pytest.raises(RuntimeError, match="says no"):

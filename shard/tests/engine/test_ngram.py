@@ -3,21 +3,20 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from text_generation_shard.arrays import Ints
+from text_generation_shard.engine import ngram
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check
-from shard.tests.driver import Driver, compile_now
+from shard.tests.driver import Driver, compile_now, new_request, step_of
 from shard.tests.grammars.test_grammar import schema_text
 
 # The end token and two others, equally likely: what a row writes repeats, and is drafted often.
@@ -28,8 +27,7 @@ def table_of(*rows: list[int]) -> RowTable:
     """Rows with these known tokens; the KV of the last one is not computed."""
     table = RowTable(len(rows), 200, 16, 12)
     for number, ids in enumerate(rows):
-        sampling = Sampling()
-        row = table.take(NewRequest(number, ids, len(ids), 0, range(12), sampling, 50))
+        row = table.take(new_request(number, ids, range(12), max_new_tokens=50))
         table.lens[row] = len(ids) - 1
     return table
 
@@ -39,7 +37,7 @@ def draft_tokens_of(table: RowTable, limits: list[int], price: float = 0.01) -> 
     # Trusted fully, so that only the limits count.
     for _ in range(30):
         drafter.learn(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.int64))
-    counts = drafter.draft(table, rows, lambda asked: np.array(limits)[asked], price)
+    counts = drafter.draft(table, rows, np.array(limits), price)
     if counts is None:
         return [[] for _ in limits]
     known = (table.lens + 1).tolist()
@@ -52,21 +50,19 @@ def draft_tokens_of(table: RowTable, limits: list[int], price: float = 0.01) -> 
 def draft_of(drafter: Drafter, table: RowTable, limit: int, price: float) -> int:
     """The number of draft tokens of the only row."""
     rows = np.array([0])
-    counts = drafter.draft(table, rows, lambda asked: np.full_like(asked, limit), price)
+    counts = drafter.draft(table, rows, np.full_like(rows, limit), price)
     return 0 if counts is None else int(counts[0])
 
 
-def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
-    table, drafter, asked = table_of(list(range(3, 100))), Drafter(1, World().broadcast), 0
-
-    def limits_of(rows: Ints) -> Ints:
-        nonlocal asked
-        asked += 1
-        return np.full_like(rows, 4)
-
+def test_where_nothing_repeats_it_is_not_looked_for_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, drafter = table_of(list(range(3, 100))), Drafter(1, World().broadcast)
+    searches = mock.Mock(wraps=ngram._continuations)
+    monkeypatch.setattr(ngram, "_continuations", searches)
     for _ in range(100):
-        assert drafter.draft(table, np.array([0]), limits_of, 0.01) is None
-    assert 20 <= asked <= 24
+        assert drafter.draft(table, np.array([0]), np.array([4]), 0.01) is None
+    assert 20 <= searches.call_count <= 24
 
 
 @pytest.mark.parametrize(
@@ -195,13 +191,13 @@ def test_a_step_sent_ahead_follows_any_result_of_the_previous_step(driver: Drive
     driver.add([driver.request(1, [7] * 25, max_new_tokens=5, **options)])
     engine = driver.engine
     # Two blocks hold the 26 tokens, and what is drafted first; three what is drafted behind that.
-    first = driver.advance({}, speculate=4)
+    first = step_of(engine, **driver.advance({}, speculate=4))
     grown = [(0, driver.free.pop()), (1, driver.free.pop())]
-    second = StepInput(grown=grown, speculate=4, is_ahead=True)
-    before = engine.step(first)
+    second = step_of(engine, grown=grown, speculate=4, is_ahead=True)
+    before = engine.step(*first)
     assert before.generations.request_ids == [0, 1] and before.batch.request_ids == [0]
     assert before.generations.token_counts == [5, 4] and set(before.generations.token_ids) == {7}
-    result = engine.step(second)
+    result = engine.step(*second)
     assert result.generations.request_ids == [0] and result.batch.request_ids == [0]
     assert result.generations.token_ids == [7] * 5
     engine.clear()
@@ -215,6 +211,6 @@ def test_blocks_that_are_missing_lower_the_draft(driver: Driver) -> None:
     }
     driver.add([driver.request(0, [7] * 13, **options)])
     # 14 tokens are known, and there is one block of 16: of six draft tokens two have a place.
-    result = driver.engine.step(StepInput(speculate=6))
+    result = driver.engine.step(*step_of(driver.engine, speculate=6))
     assert result.generations.token_ids == [7, 7, 7]
     driver.engine.clear()

@@ -4,7 +4,6 @@ request that does not fit alone fails."""
 import random
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,20 @@ from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.step import StepInput
-from text_generation_shard.engine.step_runner import StepRunner
+from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 from torch import Tensor
 
-from shard.tests.driver import Driver, compile_now, errors_of, load_engine, reference_device
+from shard.tests.driver import (
+    Driver,
+    changed,
+    compile_now,
+    errors_of,
+    load_engine,
+    reference_device,
+    step_of,
+)
 from shard.tests.engine.test_engine_behind import tokens_of
 from shard.tests.engine.test_mixed_steps import make_wanted, run_mixed
 from shard.tests.stream_device import StreamDevice
@@ -74,7 +80,7 @@ class Memory:
         self.most, self.num_short, self.num_released = most, 0, 0
         self._place, self._is_short, self._bad = place, False, bad
         self._held: list[weakref.ref[Tensor]] = []
-        runner: Any = engine._runner
+        runner: Any = engine.runner
         self._launch = StepRunner.launch
         self._forward, self._logits = engine.model.forward, engine.model.logits
         patch.setattr(StepRunner, "launch", lambda steps, plan: self.launch(steps, plan))
@@ -189,9 +195,12 @@ def test_a_row_that_fails_is_not_in_the_steps_behind(
     Memory(engine, monkeypatch, "result", bad=BAD)
     bad = {**LONG, "sampling": {"logit_bias": ((BAD, 1000.0),)}}
     first = [driver.request(1, alone, **LONG), driver.request(2, range(50, 60), **bad)]
-    handles = [engine.launch(StepInput(first, runs_on=False))]
-    in_parts = replace(driver.request(3, late, **LONG), chunk_len=5)
-    handles += [engine.launch(StepInput()), engine.launch(StepInput([in_parts]))]
+    handles = [engine.launch(*step_of(engine, first, runs_on=False))]
+    in_parts = driver.request(3, late, **LONG)
+    handles += [
+        engine.launch(*step_of(engine)),
+        engine.launch(*step_of(engine, [in_parts], chunks={3: 5})),
+    ]
     outputs = [handle.result() for handle in handles]
     assert [item.generations.request_ids for item in outputs] == [[1, 2], [1, 2], [1]]
     assert [item.batch.request_ids for item in outputs] == [[1, 2], [1], [1, 3]]
@@ -227,10 +236,10 @@ def test_a_request_that_does_not_fit_alone_fails_alone(
     driver.add([driver.request(2, ids, **LONG)])
     bad = [5] * 14 + [BAD] + [6] * 30
     new = [
-        replace(driver.request(3, bad, prefill_logprobs=True, **LONG), chunk_len=chunk_len),
+        driver.request(3, bad, prefill_logprobs=True, chunk_len=chunk_len, **LONG),
         driver.request(4, other, **LONG),
     ]
-    result = driver.engine.step(replace(driver.advance({}), new_requests=new))
+    result = driver.launch(new, **driver.advance({})).result()
     [(number, sentence)] = errors_of(result).items()
     assert number == 3 and "behind 14 of its tokens" in sentence
     new = result.generations
@@ -257,7 +266,7 @@ def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     driver.run()
     driver.add([driver.request(5, [9, 8], **LONG)])
 
-    runner: Any = driver.engine._runner
+    runner: Any = driver.engine.runner
     scores = runner.scores
 
     def no_memory(rows: Any, scheduled: ScheduledTokens, *rest: Any) -> Any:
@@ -272,19 +281,18 @@ def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     leader = driver.request(1, ids, **LONG)
     others = [driver.request(number, ids, **LONG) for number in (2, 3)]
     others = [
-        replace(
+        changed(
             item,
             block_table=[*leader.block_table[:2], *item.block_table[2:]],
             num_cached_tokens=32,
-            chunk_len=chunk_len,
         )
-        for item, chunk_len in zip(others, (0, 10), strict=True)
+        for item in others
     ]
-    result = driver.engine.step(StepInput([leader, *others]))
+    result = driver.engine.step(*step_of(driver.engine, [leader, *others], chunks={3: 10}))
     assert list(errors_of(result)) == [1]
     new = result.generations
     assert dict(zip(new.request_ids, new.token_ids, strict=True))[2] == driver.tokens[0][0]
-    new = driver.engine.step(StepInput(chunks=[(3, 15)])).generations
+    new = driver.engine.step(*step_of(driver.engine, chunks={3: 15})).generations
     assert dict(zip(new.request_ids, new.token_ids, strict=True)) == {
         5: new.token_ids[0],
         2: driver.tokens[0][1],

@@ -1,24 +1,21 @@
 """Pooled hidden states and scores equal those of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.arrays import Floats
 from text_generation_shard.engine import prompt_outputs
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 from torch import Tensor
 
 from integration_tests.oracle import Oracle
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, changed, load_engine, new_request, step_of
 
 LENGTHS = (1, 3, 16, 17, 40, 90)
 PROMPTS = [[3 + (7 * place + 11 * n) % 90 for place in range(n)] for n in LENGTHS]
@@ -76,7 +73,7 @@ def test_equals_transformers_beside_generation(
             for n, ids in enumerate(PROMPTS)
         ]
         whole = driver.add(requests[:-1], driver.advance({}))
-        in_parts = driver.add([replace(requests[-1], chunk_len=7)], driver.advance({}))
+        in_parts = driver.add([driver.part(requests[-1], 7)], driver.advance({}))
         assert not in_parts.pooled_prompts and not in_parts.token_scores
         last = requests[-1].id
         while driver.left[last]:
@@ -112,12 +109,14 @@ def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
     first = driver.request(0, ids, max_new_tokens=9, pooling=pb.POOLING_LAST, ignore_eos_token=True)
     second = driver.request(1, ids, pooling=pb.POOLING_LAST, **WANTED)
     tables = [*driver.tables[0][:2], *driver.tables[1][2:]]
-    second = replace(second, block_table=tables, num_cached_tokens=2 * size)
+    second = changed(second, block_table=tables, num_cached_tokens=2 * size)
     found = vectors(driver.add([first]))
-    behind = vectors(driver.engine.step(StepInput([second])))
+    behind = vectors(driver.engine.step(*step_of(driver.engine, [second])))
     assert behind[1] == pytest.approx(found[0], abs=1e-4)
     with pytest.raises(BatchError, match="32 are cached"):
-        driver.engine.step(StepInput([replace(second, id=2, pooling=pb.POOLING_MEAN)]))
+        driver.engine.step(
+            *step_of(driver.engine, [changed(second, id=2, pooling=pb.POOLING_MEAN)])
+        )
 
 
 class _Norm:
@@ -138,10 +137,10 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(prompt_outputs, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
-    wanted: Any = {"max_new_tokens": 1, "sampling": Sampling(), "score_token_ids": (5, 7)}
+    wanted: Any = {"max_new_tokens": 1, "score_token_ids": (5, 7)}
     for number, pooling in enumerate((pb.POOLING_MEAN, pb.POOLING_LAST)):
         blocks = range(40 * number, 40 * number + 33)
-        table.take(NewRequest(number, range(520), 520, 0, blocks, pooling=pooling, **wanted))
+        table.take(new_request(number, range(520), blocks, pooling=pooling, **wanted))
     rows, counts = np.array([0, 1]), np.array([520, 520])
     scheduled = prompt_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
     hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")

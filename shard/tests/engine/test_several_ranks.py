@@ -12,15 +12,15 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Costs
-from text_generation_shard.engine.step_runner import StepRunner
+from text_generation_shard.engine.planner import Costs
+from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.errors import RankError
 from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_on
 from text_generation_shard.service import ShardService
 
-from shard.tests.driver import reference_device
+from shard.tests.driver import reference_device, step_of
 from shard.tests.grammars.test_grammar import schema_text
 from shard.tests.ranks import Board, ThreadCollectives
 
@@ -75,11 +75,9 @@ class Shards:
         self, requests: Sequence[pb.Request], joins: int | None = None, **advances: Any
     ) -> pb.PrefillRequest:
         """A message with new requests; `joins` advances the running batch."""
-        batch = pb.Batch(id=requests[0].id, requests=requests)
-        advance = None if joins is None else pb.Advance(**advances)
-        return pb.PrefillRequest(
-            batch=batch, cached_batch_id=joins, advance=advance, number=self.next()
-        )
+        batch, engine = pb.Batch(id=requests[0].id, requests=requests), self.ranks[0]._engine
+        step, _ = step_of(engine, requests, runs_on=joins is not None, **advances)
+        return pb.PrefillRequest(batch=batch, cached_batch_id=joins, step=step, number=self.next())
 
     def request(self, request_id: int, ids: Sequence[int], **options: Any) -> pb.Request:
         """With blocks for 96 tokens."""
@@ -107,9 +105,8 @@ class Shards:
 
     def decode(self, batch_id: int, **advance: Any) -> pb.DecodeRequest:
         """A message that advances a batch."""
-        return pb.DecodeRequest(
-            batch_ids=[batch_id], advance=pb.Advance(**advance), number=self.next()
-        )
+        step, _ = step_of(self.ranks[0]._engine, **advance)
+        return pb.DecodeRequest(batch_ids=[batch_id], step=step, number=self.next())
 
     async def step(self, *requests: pb.DecodeRequest) -> list[Any]:
         """Each rank's answer to the last of some messages of one call, or its error."""
@@ -176,7 +173,7 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
     first = shards.request(1, range(10, 37), do_sample=True, bias=FEW, top_n_tokens=2)
     later = first.block_table[2:4]
     del first.block_table[2:]
-    grown = {"grown_request_ids": [1, 1], "grown_block_ids": later, "speculate": 3}
+    grown: dict[str, Any] = {"grown": [(1, block) for block in later], "speculate": 3}
     second = [
         shards.request(2, [7, 6, 5] * 6, bias=FEW, do_sample=True),
         shards.request(3, range(40, 50), grammar=WORDS, do_sample=True, max_new_tokens=60),

@@ -1,14 +1,13 @@
 """Rows that read blocks written by an earlier row of the same or of an earlier prefill."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.engine.step import NewRequest
+from text_generation_proto import pb
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, changed, load_engine
 
 LONG = {"max_new_tokens": 12, "ignore_eos_token": True}
 DRAWN = {"do_sample": True, "temperature": 1.3}
@@ -21,8 +20,8 @@ def prompt_of(length: int) -> list[int]:
 
 
 def follower(
-    driver: Driver, request_id: int, leader: NewRequest, known: list[int], **options: Any
-) -> NewRequest:
+    driver: Driver, request_id: int, leader: pb.Request, known: list[int], **options: Any
+) -> pb.Request:
     """A request that shares the leader's prompt blocks, as planned by the router."""
     size = driver.engine.block_size
     num_shared = (leader.num_prompt_tokens - 1) // size
@@ -30,7 +29,7 @@ def follower(
         request_id, known, num_prompt_tokens=leader.num_prompt_tokens, **options
     )
     table = [*leader.block_table[:num_shared], *request.block_table[num_shared:]]
-    return replace(request, block_table=table, num_cached_tokens=num_shared * size)
+    return changed(request, block_table=table, num_cached_tokens=num_shared * size)
 
 
 def alone(driver: Driver, prompt: list[int], seed: int) -> list[int]:

@@ -3,7 +3,6 @@
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from text_generation_proto import pb
 from text_generation_shard.device.base import MemoryBudget
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, ModelError
 
@@ -19,9 +17,11 @@ from shard.tests.driver import (
     DEVICES,
     NUM_BLOCKS,
     Driver,
+    changed,
     errors_of,
     limits_of,
     reference_device,
+    step_of,
 )
 from shard.tests.driver import load_engine as load
 from shard.tests.engine.test_mixed_steps import make_wanted, run_mixed
@@ -41,18 +41,24 @@ def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
     return stateful
 
 
+def stored(*stores: tuple[int, int]) -> dict[str, Any]:
+    """Options of a request whose state is stored: (after so many tokens, as this snapshot)."""
+    positions, places = zip(*stores, strict=True)
+    return {"snapshot_positions": positions, "snapshot_places": places}
+
+
 def alone(driver: Driver, ids: Sequence[int]) -> list[int]:
     driver.add([driver.request(1000, ids, **LONG)])
     driver.run()
     return driver.tokens.pop(1000)
 
 
-def behind(driver: Driver, leader: NewRequest, num_cached: int, snapshot: int) -> NewRequest:
+def behind(driver: Driver, leader: pb.Request, num_cached: int, snapshot: int) -> pb.Request:
     """A request for the same text that begins behind cached tokens of another."""
     number, shared = max(driver.tokens) + 1, num_cached // driver.engine.block_size
     request = driver.request(number, leader.input_ids, **LONG)
     table = [*leader.block_table[:shared], *request.block_table[shared:]]
-    return replace(request, block_table=table, num_cached_tokens=num_cached, snapshot=snapshot)
+    return changed(request, block_table=table, num_cached_tokens=num_cached, snapshot=snapshot)
 
 
 def test_the_state_follows_its_row_whatever_a_step_mixes(engine: Engine) -> None:
@@ -67,7 +73,7 @@ def test_the_state_follows_its_row_whatever_a_step_mixes(engine: Engine) -> None
 @pytest.mark.parametrize("chunk_len", [0, 40])
 def test_a_request_begins_from_a_snapshot_in_any_row(driver: Driver, chunk_len: int) -> None:
     wanted = alone(driver, PROMPT)
-    leader = driver.request(1, PROMPT, stores=[(32, 0), (64, 1)], chunk_len=chunk_len, **LONG)
+    leader = driver.request(1, PROMPT, **stored((32, 0), (64, 1)), chunk_len=chunk_len, **LONG)
     driver.add([leader])
     if chunk_len:
         driver.step({1: 30})
@@ -80,10 +86,10 @@ def test_a_request_begins_from_a_snapshot_in_any_row(driver: Driver, chunk_len: 
 
 def test_a_snapshot_is_read_in_the_step_that_replaces_it(driver: Driver) -> None:
     wanted = alone(driver, PROMPT)
-    leader = driver.request(1, PROMPT, stores=[(64, 0)], **LONG)
+    leader = driver.request(1, PROMPT, **stored((64, 0)), **LONG)
     driver.add([leader])
     heir = behind(driver, leader, num_cached=64, snapshot=0)
-    other = driver.request(3, PROMPT[::-1], stores=[(16, 0)], **LONG)
+    other = driver.request(3, PROMPT[::-1], **stored((16, 0)), **LONG)
     driver.add([heir, other], driver.advance({}))
     late = behind(driver, other, num_cached=16, snapshot=0)
     driver.add([late], driver.advance({}))
@@ -107,9 +113,9 @@ def test_a_new_engine_computes_the_same_again(driver: Driver) -> None:
     ("changes", "sentence"),
     [
         ({"snapshot": 999}, "begin from snapshot 999 and .*: there are 400 snapshots"),
-        ({"stores": [(16, 400)]}, r"stored as \(tokens, snapshot\) \[\(16, 400\)\]: there are 400"),
-        ({"stores": [(80, 0)]}, r"70 tokens, 0 of them cached, .* \[\(80, 0\)\]"),
-        ({"stores": [(32, 0), (16, 1)]}, r"\[\(32, 0\), \(16, 1\)\]"),
+        (stored((16, 400)), r"stored as \(tokens, snapshot\) \[\(16, 400\)\]: there are 400"),
+        (stored((80, 0)), r"70 tokens, 0 of them cached, .* \[\(80, 0\)\]"),
+        (stored((32, 0), (16, 1)), r"\[\(32, 0\), \(16, 1\)\]"),
     ],
 )
 def test_snapshots_that_can_not_be_are_refused(
@@ -126,7 +132,7 @@ def test_a_failed_step_ends_all_that_it_computed(
 ) -> None:
     """Some states may have advanced. A row that rested is as it was."""
     wanted = alone(driver, PROMPT)
-    driver.add([replace(driver.request(1, PROMPT, **LONG), chunk_len=20)])
+    driver.add([driver.request(1, PROMPT, chunk_len=20, **LONG)])
     driver.add([driver.request(2, [5, 6], **LONG)], driver.advance({}))
     model: Any = driver.engine.model
 
@@ -135,15 +141,15 @@ def test_a_failed_step_ends_all_that_it_computed(
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "logits", fail)
-        step = StepInput([driver.request(3, PROMPT, **LONG)])
+        step = step_of(driver.engine, [driver.request(3, PROMPT, **LONG)])
         if isinstance(error, MemoryError):
-            result = driver.engine.step(step)
+            result = driver.engine.step(*step)
             assert errors_of(result).keys() == {2, 3} and result.batch.request_ids == [1]
             assert "its state is lost, behind 2 of its tokens" in errors_of(result)[2]
             assert result.generations.finish_reasons == [pb.FINISH_REASON_ERROR] * 2
         else:
             with pytest.raises(RuntimeError, match="says no"):
-                driver.engine.step(step)
+                driver.engine.step(*step)
     driver.running = [1]
     assert driver.engine.num_rows_taken == 1
     driver.step({1: 50})
@@ -154,9 +160,9 @@ def test_a_failed_step_ends_all_that_it_computed(
 def test_no_step_runs_behind_another_or_as_a_graph(tiny_model_path: Path) -> None:
     device = reference_device(StreamDevice, cuda_graphs=(1, 8))
     plain = load(tiny_model_path, device=device)
-    assert plain.runs_behind and plain.records_steps
+    assert plain.runs_behind and plain.runner.records_steps
     stateful = with_states(plain)
-    assert not stateful.runs_behind and not stateful.records_steps
+    assert not stateful.runs_behind and not stateful.runner.records_steps
 
 
 def test_snapshots_take_a_share_of_the_memory(

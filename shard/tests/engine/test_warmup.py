@@ -2,7 +2,9 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from text_generation_proto import pb
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepInput
 from text_generation_shard.engine.warmup import measure, warm_up
 from text_generation_shard.errors import ModelError
+from text_generation_shard.parallel import World
 
 from shard.tests.driver import Driver, limits_of, load_engine
 from shard.tests.engine.test_memory_profile import peak_of
@@ -48,16 +50,19 @@ def test_steps_are_measured_with_any_limits(engine: Engine, rows: int, longest: 
 class ScriptedSteps:
     """An engine whose steps take 5 ms, 100 us per token, and 20 ns per preceding token of each."""
 
-    block_size, records_steps, measures_once = 16, False, True
+    block_size, world = 16, World()
 
-    def step(self, step: StepInput) -> pb.StepResponse:
+    def __init__(self) -> None:
+        self.runner = SimpleNamespace(records_steps=False, compiles_steps=False)
+
+    def step(self, step: pb.Step, requests: Sequence[pb.Request] = ()) -> pb.StepResponse:
         result = pb.StepResponse()
-        if not step.new_requests:
+        if not requests:
             return pb.StepResponse(batch=pb.CachedBatch(request_ids=[0]), total_ns=5_100_000)
-        for item in step.new_requests:
+        for item in requests:
             count = len(item.input_ids) - item.num_cached_tokens
             result.total_ns += count * (100_000 + 20 * item.num_cached_tokens)
-            if item.max_new_tokens > 1:
+            if item.stopping_parameters.max_new_tokens > 1:
                 result.batch.request_ids.append(item.id)
         result.total_ns += 5_000_000
         return result
@@ -79,9 +84,9 @@ def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
     engine = ScriptedSteps()
     plain, asked = engine.step, Counter[bool]()
 
-    def step(given: StepInput) -> pb.StepResponse:
-        found = plain(given)
-        asked[bool(given.new_requests)] += 1
+    def step(given: pb.Step, requests: Sequence[pb.Request] = ()) -> pb.StepResponse:
+        found = plain(given, requests)
+        asked[bool(requests)] += 1
         found.total_ns *= 100
         return found
 
@@ -90,7 +95,7 @@ def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
     assert costs.token_ns == pytest.approx(10_000_000, rel=0.01)
     assert asked[True] == 4, "with everything, a prompt, behind others, all rows"
     asked.clear()
-    engine.measures_once = False
+    engine.runner.compiles_steps = True
     assert measure(engine, 4096, 8, 8192) == costs
     assert asked[True] == 8
 
@@ -98,13 +103,13 @@ def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
 def test_recorded_steps_are_measured_as_they_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of all rows is fast after four runs."""
     engine, asked = ScriptedSteps(), 0
-    engine.records_steps = True
+    engine.runner.records_steps = True
     plain = engine.step
 
-    def step(given: StepInput) -> pb.StepResponse:
+    def step(given: pb.Step, requests: Sequence[pb.Request] = ()) -> pb.StepResponse:
         nonlocal asked
-        asked = 0 if len(given.new_requests) == 1 else asked + 1
-        found = plain(given)
+        asked = 0 if len(requests) == 1 else asked + 1
+        found = plain(given, requests)
         found.total_ns = 1_000_000 if asked > 4 else found.total_ns
         return found
 

@@ -11,14 +11,13 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepInput
-from text_generation_shard.engine.step_runner import StepRunner
+from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS
-from shard.tests.driver import Driver, compile_now, load_engine
+from shard.tests.driver import Driver, compile_now, load_engine, step_of
 from shard.tests.grammars.test_grammar import schema_text
 
 OTHERS: list[dict[str, Any]] = [
@@ -141,7 +140,7 @@ def test_a_step_is_answered_while_masks_of_the_next_are_under_way(
 ) -> None:
     engine, gate = stream.engine, threading.Event()
     stream.add([stream.request(0, [3], grammar=compile_now(compiler, DIGITS))])
-    first, second = engine.launch(StepInput()), engine.launch(StepInput())
+    first, second = engine.launch(*step_of(engine)), engine.launch(*step_of(engine))
     assert second.plan.grammars is None, "the token before is not known"
     engine._masks._thread.submit(gate.wait, 20)
     assert first.result().generations.request_ids == [0]
@@ -185,9 +184,9 @@ def test_a_grammar_follows_its_own_tokens(stream: Driver, compiler: GrammarCompi
     """Also if the row in front of it ended in the previous step, and is dropped."""
     engine, grammar = stream.engine, compile_now(compiler, "start: /[0-4]{3}/")
     old = stream.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
-    engine.step(StepInput([old], runs_on=False))
+    engine.step(*step_of(engine, [old], runs_on=False))
     new = stream.request(1, range(30, 50), grammar=grammar)
-    handles = [engine.launch(StepInput()), engine.launch(StepInput([new]))]
+    handles = [engine.launch(*step_of(engine)), stream.launch([new])]
     ended, found = (handle.result() for handle in handles)
     assert ended.generations.finish_reasons == [pb.FINISH_REASON_EOS_TOKEN]
     assert found.generations.request_ids == [1] and not found.errors

@@ -3,21 +3,21 @@ float32, whatever else a step computes."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from packaging.version import Version
+from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig
 from text_generation_shard.models.hugging_face.split import check_plan, plan_of
 
 from integration_tests.marks import at_night
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, changed, load_engine
 from shard.tests.models.architectures import (
     REFUSED,
     SERVED,
@@ -108,7 +108,7 @@ def test_rows_that_join_leave_and_are_cut_have_the_tokens_of_transformers(served
     driver.add(requests[4:7], driver.advance({}))
     driver.step()
     # Two inputs in parts, and one that leaves and comes back, beside rows that decode.
-    driver.add([replace(request, chunk_len=7) for request in requests[8:]], driver.advance({}))
+    driver.add([driver.part(request, 7) for request in requests[8:]], driver.advance({}))
     known = driver.drop(5)
     driver.step({8: 1, 9: 30})
     driver.add([requests[7]], driver.advance({8: len(prompts[8]) - 8}))
@@ -147,7 +147,7 @@ def test_alone_beside_others_cut_and_behind_a_cached_prefix_is_the_same(served: 
                 assert driver.logprobs[number] == together.logprobs[number], way
 
 
-def request_of(driver: Driver, served: Served, number: int, **options: Any) -> NewRequest:
+def request_of(driver: Driver, served: Served, number: int, **options: Any) -> pb.Request:
     """One of the prompts."""
     ids = served.prompts[number]
     return driver.request(number, ids, max_new_tokens=NEW_TOKENS, **options)
@@ -163,12 +163,14 @@ def behind_a_cached_prefix(served: Served) -> tuple[Driver, list[int]]:
     for place, number in enumerate(numbers):
         ids = served.prompts[number]
         count = (len(ids) - 1) // size
-        stores = [(count * size, place)] if keeps_state else []
-        leader = driver.request(100 + number, ids, ignore_eos_token=True, stores=stores)
+        stores: dict[str, Any] = {}
+        if keeps_state:
+            stores = {"snapshot_positions": [count * size], "snapshot_places": [place]}
+        leader = driver.request(100 + number, ids, ignore_eos_token=True, **stores)
         own = request_of(driver, served, number, snapshot=place if keeps_state else None)
         table = [*leader.block_table[:count], *own.block_table[count:]]
         leaders.append(leader)
-        followers.append(replace(own, block_table=table, num_cached_tokens=count * size))
+        followers.append(changed(own, block_table=table, num_cached_tokens=count * size))
     driver.add(leaders)
     driver.add(followers, driver.advance({}))
     driver.run()

@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
 
 import numpy as np
 from text_generation_proto import pb
@@ -21,11 +22,11 @@ from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import unless_short
 from text_generation_shard.engine.output import Computed, verify, write
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.planner import Planner
+from text_generation_shard.engine.planner import Costs, Planner
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput
-from text_generation_shard.engine.step_runner import LaunchedStep, StepRunner
+from text_generation_shard.engine.step import LaunchedStep, StepRunner
 from text_generation_shard.errors import BatchError
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.parallel import World
@@ -33,25 +34,18 @@ from text_generation_shard.sampling.table import Watermark
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 
-
+@dataclass(eq=False)
 class StepHandle:
     """A launched step. The engine sets its outcome."""
 
-    def __init__(
-        self,
-        engine: "Engine",
-        plan: Plan,
-        launched: LaunchedStep | None,
-        began_ns: int,
-        admit_ns: int,
-    ) -> None:
-        """launched: None if there was no memory for it, or for a step that it depends on."""
-        self.plan, self.launched = plan, launched
-        self.began_ns, self.admit_ns = began_ns, admit_ns
-        self.outcome: pb.StepResponse | BaseException | None = None
-        self._engine = engine
+    engine: "Engine"
+    plan: Plan
+    # None if there was no memory for it, or for a step that it depends on.
+    launched: LaunchedStep | None
+    began_ns: int
+    admit_ns: int
+    outcome: pb.StepResponse | BaseException | None = None
 
     def wait(self) -> None:
         """Wait until `result` returns almost at once. From any thread."""
@@ -64,7 +58,7 @@ class StepHandle:
         unchanged but for grown block tables; if the model keeps states, those that it computed
         have no rows either. Out of memory fails only the requests that do not fit alone, and with
         states all that it computed: see `StepResponse.errors`."""
-        self._engine.collect(self)
+        self.engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         assert self.outcome is not None, "a collected step has an outcome"
@@ -83,13 +77,12 @@ class Engine:
         world: World | None = None,
     ) -> None:
         """A loaded model on its device."""
-        self.device, self.model = device, model
+        self.device, self.model, self.runner = device, model, device.runner(model)
         self.world = world or World()
         self.weights_bytes, self._watermark = weights_bytes, watermark
         self._end_ids = frozenset(model.config.eos_token_ids)
         self._masks = GrammarMasks(model.config.vocab_size, device.torch_device)
         self._is_stopping = threading.Event()
-        self._runner = device.runner(model)
         # Launched and not collected, oldest first: at most two if the device runs behind, else one.
         self._in_flight: deque[StepHandle] = deque()
         # When the step collected last was computed.
@@ -110,17 +103,6 @@ class Engine:
         return self.device.is_deterministic and is_own
 
     @property
-    def records_steps(self) -> bool:
-        """See Runner."""
-        return self._runner.records_steps
-
-    @property
-    def measures_once(self) -> bool:
-        """Whether one run of a long step is enough to time it: not if its first run may compile,
-        nor with several ranks, which must compute the same steps but have their own clocks."""
-        return not self._runner.compiles_steps and self.world.size == 1
-
-    @property
     def runs_behind(self) -> bool:
         """Whether a step may be launched before the previous one has a result. Not with several
         ranks: whether the previous one is already collected would differ by their timing. Nor if
@@ -131,7 +113,7 @@ class Engine:
     @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
-        return self._table.num_taken
+        return len(self._table.running)
 
     def use_table(
         self,
@@ -157,7 +139,7 @@ class Engine:
             num_snapshots=num_snapshots,
         )
         self._steps = StepRunner(
-            runner=self._runner,
+            runner=self.runner,
             model=model,
             table=table,
             upload=self.device.upload,
@@ -181,37 +163,43 @@ class Engine:
         self._planner.costs = costs
         self._splits = self.world.size == 1
 
-    def step(self, step: StepInput) -> pb.StepResponse:
+    def step(self, step: pb.Step, requests: Sequence[pb.Request] = ()) -> pb.StepResponse:
         """Compute a step. If it fails: see StepHandle."""
-        return self.launch(step).result()
+        return self.launch(step, requests).result()
 
-    def launch(self, step: StepInput) -> StepHandle:
-        """Start a step. The previous one is collected first, unless the device runs behind and
-        this step does not depend on its tokens.
+    def launch(
+        self,
+        step: pb.Step,
+        requests: Sequence[pb.Request] = (),
+        grammars: Mapping[int, Grammar] = MappingProxyType({}),
+    ) -> StepHandle:
+        """Start a step, with new requests, and the compiled grammars of those that have one. The
+        previous step is collected first, unless the device runs behind and this step does not
+        depend on its tokens.
 
         BatchError if the step is invalid: then nothing has changed but grown block tables.
         """
         began = time.perf_counter_ns()
         self.collect_before(step)
         before = self._in_flight[0].plan.samples if self._in_flight else None
-        if step.new_requests:
-            self._check_vocabulary(step.new_requests)
+        if requests:
+            self._check_vocabulary(requests)
         # First, for the router does not give these blocks back if a new request is refused.
-        for request_id, block in step.grown:
-            if not (step.is_ahead and self._table.row(request_id) is None):
+        for request_id, block in zip(step.grown_request_ids, step.grown_block_ids, strict=True):
+            if not step.is_ahead or request_id in self._table.running:
                 self._table.grow(request_id, block)
         rows: list[int] = []
         plan: Plan | None = None
         taking = time.perf_counter_ns()
         try:
-            for request in step.new_requests:
-                rows.append(self._table.take(request))
+            for request in requests:
+                rows.append(self._table.take(request, grammars.get(request.id)))
             admitted = time.perf_counter_ns()
             plan = self._planner.plan(step, rows, before)
             if self._in_flight and self._in_flight[0].launched is not None:
                 # Its tokens may be inputs of this step.
                 self._in_flight[0].launched.choose()
-            launched = self._unless_short(partial(self._steps.launch, plan))
+            launched = unless_short(partial(self._steps.launch, plan), self._splits)
         except BaseException:
             self._table.release(rows if plan is None else self._lost_rows(plan))
             raise
@@ -222,11 +210,7 @@ class Engine:
             self.collect(handle)
         return handle
 
-    def _unless_short(self, compute: Callable[[], _T]) -> _T | None:
-        """The result of `compute`; None if it ran out of memory and steps may be split."""
-        return unless_short(compute) if self._splits else compute()
-
-    def collect_before(self, step: StepInput) -> None:
+    def collect_before(self, step: pb.Step) -> None:
         """Collect the steps in flight that must end before this one is launched."""
         may_run_behind = (
             self.runs_behind
@@ -240,7 +224,7 @@ class Engine:
         while len(self._in_flight) > may_run_behind:
             self.collect(self._in_flight[0])
 
-    def _check_vocabulary(self, requests: Sequence[NewRequest]) -> None:
+    def _check_vocabulary(self, requests: Sequence[pb.Request]) -> None:
         size = self.model.config.vocab_size
         largest = max(
             max(max(item.input_ids, default=0), max(item.score_token_ids, default=0))
@@ -254,7 +238,7 @@ class Engine:
         while handle.outcome is None:
             oldest = self._in_flight.popleft()
             try:
-                oldest.outcome = self._unless_short(partial(self._finish, oldest))
+                oldest.outcome = unless_short(partial(self._finish, oldest), self._splits)
             except BaseException as error:
                 self._fail(oldest, error)
             if oldest.outcome is None:
@@ -274,7 +258,7 @@ class Engine:
                 plan.prompt_parts.clear()
                 table.rewind(plan.computed)
                 handle.launched = None
-                handle.launched = self._unless_short(partial(self._steps.launch, plan))
+                handle.launched = unless_short(partial(self._steps.launch, plan), self._splits)
                 table.advance(plan.computed)
         except BaseException as error:
             self._in_flight.popleft()
@@ -308,8 +292,7 @@ class Engine:
         if not self.model.state_bytes:
             return plan.new_rows
         computed = np.concatenate([scheduled.rows for scheduled in plan.passes])
-        running = self._table.running.tolist()
-        return [row for row in running if row in computed]
+        return [row for row in self._table.running.values() if row in computed]
 
     def _undo(self, failed: StepHandle) -> list[StepHandle]:
         """Rewind the rows to before a step. Returns this step and those launched behind it, whose
@@ -339,8 +322,9 @@ class Engine:
         plan, table = handle.plan, self._table
 
         def compute(scheduled: ScheduledTokens) -> Computed | None:
-            own = self._planner.part(scheduled)
-            part = self._unless_short(lambda: self._computed(own, self._steps.launch(own)))
+            own = Plan(table, [scheduled])
+            self._planner.start_grammars(own)
+            part = unless_short(lambda: self._computed(own, self._steps.launch(own)))
             if part is None:
                 self.device.release_memory()
             return part
@@ -372,7 +356,7 @@ class Engine:
         done_ns, table = scores.forward_done_ns, self._table
         if scores.choice is None:
             return Computed(plan, done_ns, pb.StepResponse())
-        choice = plan.drop_ended(scores.choice)
+        choice = plan.drop_ended(scores.choice) if plan.was_behind else scores.choice
         return verify(plan, choice, done_ns, table, self._end_ids, self.world)
 
     def _write(self, part: Computed) -> pb.StepResponse:
@@ -387,13 +371,13 @@ class Engine:
         self, output: pb.StepResponse, handle: StepHandle, done_ns: int
     ) -> pb.StepResponse:
         """Add the running requests and the times of the step; its passes ended at `done_ns`."""
-        table = self._table
-        rows = table.running.tolist()
+        running = self._table.running
+        request_ids = list(running)
         if self._in_flight:
-            young = [row for other in self._in_flight for row in other.plan.new_rows]
-            rows = [row for row in rows if row not in young]
-        if rows:
-            output.batch.request_ids.extend(table.ids(rows))
+            young = {row for other in self._in_flight for row in other.plan.new_rows}
+            request_ids = [item for item, row in running.items() if row not in young]
+        if request_ids:
+            output.batch.request_ids.extend(request_ids)
         end = time.perf_counter_ns()
         # The device started this step after the previous one was done.
         output.forward_ns = done_ns - max(handle.began_ns, self._last_done_ns)
@@ -409,7 +393,7 @@ class Engine:
             raise BatchError("Batch must have at least one request")
         if len(set(request_ids)) != len(request_ids):
             raise BatchError(f"a request is named twice in {list(request_ids)}")
-        if unknown := [item for item in request_ids if self._table.row(item) is None]:
+        if unknown := [item for item in request_ids if item not in self._table.running]:
             raise BatchError(f"requests {unknown} are not running")
         self._table.keep(request_ids)
         return list(request_ids)
@@ -417,20 +401,20 @@ class Engine:
     def clear(self) -> None:
         """Drop all requests."""
         self._collect_all()
-        self._table.release(self._table.running.tolist())
+        self._table.release(list(self._table.running.values()))
 
     def _collect_all(self) -> None:
         """Collect every step; its handle holds its error."""
         if self._in_flight:
             self.collect(self._in_flight[-1])
 
-    def align_after_failure(self, step: StepInput) -> None:
+    def align_after_failure(self, step: pb.Step) -> None:
         """Bring all ranks to the same state after a step that failed at a different point on each:
         block tables have grown, and draft tokens are forgotten."""
-        for request_id, block in step.grown:
+        for request_id, block in zip(step.grown_request_ids, step.grown_block_ids, strict=False):
             with suppress(BatchError):
                 self._table.grow_once(request_id, block)
-        self._drafter.forget_all()
+        self._drafter.forget()
 
     def stop(self) -> None:
         """From any thread: fail a step before its next pass, and any wait for other ranks."""

@@ -46,36 +46,26 @@ class Drafter:
         self._last_backoff = np.zeros(capacity, dtype=np.int64)
         self._misses = np.zeros(capacity, dtype=np.int64)
 
-    def forget(self, row: int) -> None:
-        """Reset a row for a new request."""
-        self._rate[row] = _FIRST_RATE
-        self._backoff[row] = self._last_backoff[row] = self._misses[row] = 0
-
-    def forget_all(self) -> None:
-        """Reset all rows."""
-        self._rate.fill(_FIRST_RATE)
+    def forget(self, rows: int | slice = slice(None)) -> None:
+        """Reset a row for a new request, or all rows."""
+        self._rate[rows] = _FIRST_RATE
         for waits in (self._backoff, self._last_backoff, self._misses):
-            waits.fill(0)
+            waits[rows] = 0
 
-    def draft(
-        self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
-    ) -> Ints | None:
+    def draft(self, table: RowTable, rows: Ints, limits: Ints, price: float) -> Ints | None:
         """Write draft tokens into the table behind the known tokens of each row; the number of each
-        [R], or None if there are none.
-
-        `limits_of`: the most draft tokens of given rows. A draft token pays if it is right with a
-        probability of at least `price`.
-        """
+        [R], at most its limit, or None if there are none. A draft token pays if it is right with a
+        probability of at least `price`."""
         backoff = self._backoff[rows]
         awake = np.flatnonzero(backoff == 0)
         self._backoff[rows] = np.maximum(backoff - 1, 0)
         if not len(awake):
             return None
         own = rows[awake]
-        limits, rate = limits_of(own), np.clip(self._rate[own], _LEAST_RATE, _MOST_RATE)
+        rate = np.clip(self._rate[own], _LEAST_RATE, _MOST_RATE)
         # The n-th draft token is right if all before it are: acceptance rate ** n >= price.
         paying = (math.log(min(price, 1.0)) / np.log(rate)).astype(np.int64)
-        limits = np.minimum(limits, np.maximum(paying, 1))
+        limits = np.minimum(limits[awake], np.maximum(paying, 1))
         found, draft_tokens = _continuations(table, own, max(1, int(limits.max())))
         needed = np.where(rate < _LOW_RATE, _SHORTEST_AT_LOW_RATE, _SHORTEST)
         has_found = found >= needed
@@ -94,7 +84,7 @@ class Drafter:
             wanted = self._agree(wanted)
         row, step = np.nonzero(np.arange(draft_tokens.shape[1]) < wanted[:, None])
         known = table.lens[own] + 1
-        table.write(own[row], known[row] + step, draft_tokens[row, step])
+        table.token_ids[own[row], known[row] + step] = draft_tokens[row, step]
         counts = np.zeros(len(rows), dtype=np.int64)
         counts[awake] = wanted
         return counts if wanted.any() else None

@@ -21,11 +21,14 @@ OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
 _T = TypeVar("_T")
 
 
-def unless_short(compute: Callable[[], _T]) -> _T | None:
-    """The result of `compute`; None if it ran out of memory. Then none of its memory is held."""
+def unless_short(compute: Callable[[], _T], is_caught: bool = True) -> _T | None:
+    """The result of `compute`; None if it ran out of memory and that `is_caught`. Then none of its
+    memory is held."""
     try:
         return compute()
     except OUT_OF_MEMORY as error:
+        if not is_caught:
+            raise
         # The traceback holds frames, and these hold tensors: the error must not keep their memory.
         error.__traceback__ = None
         return None
@@ -49,8 +52,7 @@ def compute_in_parts(
         if not smaller:
             row, start = int(scheduled.rows[0]), int(scheduled.starts[0])
             failed.append(row)
-            own = table.tables(scheduled.rows, int(table.covered(scheduled.rows)[0]))[0]
-            missing = own[start // table.block_size :]
+            missing = table.block_tables[row, start // table.block_size : table.num_blocks[row]]
             left = deque(written_by_others(without(left, [row]), missing, table))
     return done, failed
 
@@ -104,7 +106,7 @@ def written_by_others(
     for item in passes:
         starts = item.starts.copy()
         for index, row in enumerate(item.rows.tolist()):
-            held = table.tables(item.rows[index : index + 1], int(starts[index]))[0]
+            held = table.block_tables[row, : -(-int(starts[index]) // size)]
             found = np.flatnonzero(np.isin(held, missing))
             if len(found) and row not in seen:
                 starts[index] = found[0] * size

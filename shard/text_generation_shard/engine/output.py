@@ -88,16 +88,17 @@ def write(computed: Computed, table: RowTable) -> pb.StepResponse:
         table.prompt_outputs[part.row].add(part)
     if not computed.counts:
         return output
-    table.write(computed.rows, computed.positions, computed.token_ids)
+    table.token_ids[computed.rows, computed.positions] = computed.token_ids
     if not samples.is_single:
         right = np.array(computed.counts) - 1
-        table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
+        table.lens[samples.owners] = samples.positions[samples.firsts] + right
     if table.prompt_outputs:
         for row in samples.owners.tolist():
             if (found := table.prompt_outputs.pop(row, None)) is not None:
                 found.write(output)
     table.driven.update(computed.driven)
-    table.release(computed.ended)
+    if computed.ended:
+        table.release(computed.ended)
     return output
 
 

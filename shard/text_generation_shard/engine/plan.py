@@ -70,7 +70,9 @@ class Plan:
         self.grammars: StepGrammars | None = None
         # In the order of tokens.
         self.prompt_parts: list[PromptPart] = []
-        self._table, self._was_behind = table, before is not None
+        self.was_behind = before is not None
+        """Whether the previous step was in flight when this one was launched."""
+        self._table = table
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """See `ScheduledTokens.waiting`."""
@@ -85,9 +87,9 @@ class Plan:
         return {owner[0] for owner in owners if not self._table.has(*owner)}
 
     def drop_ended(self, choice: Choice) -> Choice:
-        """Remove the rows that ended in the previous step, which was in flight when this one was
-        launched, from the choice, `samples` and `request_ids`."""
-        ended = self.ended_rows() if self._was_behind else ()
+        """Remove the rows that ended in the previous step from the choice, `samples` and
+        `request_ids`, if this one `was_behind`."""
+        ended = self.ended_rows()
         if not ended:
             return choice
         owners = self.samples.owners.tolist()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
 from text_generation_shard.device.base import Rows, ScheduledTokens
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.models.base import LanguageModel
 
 # Rows of prompt logits computed at once, which bounds their memory.
@@ -37,7 +36,7 @@ class PromptPart(NamedTuple):
 class PromptOutput:
     """Owns what one request reads of its prompt, as far as computed."""
 
-    def __init__(self, request: NewRequest) -> None:
+    def __init__(self, request: pb.Request) -> None:
         self.request = request
         self._logprobs = pb.PrefillLogprobs(request_id=request.id, logprobs=[float("nan")])
         self._top_tokens = pb.PrefillTopTokens(request_id=request.id)

@@ -1,126 +1,136 @@
-"""The engine's inputs as values."""
+"""Computes planned steps: calls the device's runner with values, pass by pass."""
 
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from text_generation_process.sampling import Sampling
-from text_generation_proto import pb
+import torch
+from torch import Tensor
 
-from text_generation_shard.grammars.grammar import Grammar
-from text_generation_shard.grammars.masks import Constraint
-
-
-class Costs(NamedTuple):
-    """The times of steps, in nanoseconds."""
-
-    # A step of one row, and one of a full batch.
-    single_ns: int
-    full_ns: int
-    # What each prompt token adds, and what it adds for every 1024 preceding tokens.
-    token_ns: int
-    context_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request that gets a row; see Request in generate.proto."""
-
-    id: int
-    input_ids: Sequence[int]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    block_table: Sequence[int]
-    sampling: Sampling
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    ignore_eos_token: bool = False
-    stop_token_ids: Sequence[int] = ()
-    prefill_logprobs: bool = False
-    top_n_tokens: int = 0
-    grammar: Grammar | None = None
-    # Tokens after num_cached_tokens that the first step computes; 0: all.
-    chunk_len: int = 0
-    pooling: pb.Pooling = pb.POOLING_NONE
-    # Tokens whose log-probabilities as the first new token are returned.
-    score_token_ids: Sequence[int] = ()
-    # The snapshot that the row's state begins from; None: it begins empty.
-    snapshot: int | None = None
-    # (number of tokens, snapshot): the state after them is stored as this snapshot.
-    stores: Sequence[tuple[int, int]] = ()
-
-    @classmethod
-    def of(cls, message: pb.Request, grammar: Grammar | None) -> "NewRequest":
-        """A request of a Prefill; `grammar`: the compiled form of its grammar. ValueError if
-        parallel fields differ in length."""
-        stopping = message.stopping_parameters
-        stores = zip(message.snapshot_positions, message.snapshot_places, strict=True)
-        return cls(
-            id=message.id,
-            input_ids=list(message.input_ids),
-            num_prompt_tokens=message.num_prompt_tokens,
-            num_cached_tokens=message.num_cached_tokens,
-            block_table=list(message.block_table),
-            sampling=Sampling.from_wire(message.parameters),
-            max_new_tokens=stopping.max_new_tokens,
-            min_new_tokens=stopping.min_new_tokens,
-            ignore_eos_token=stopping.ignore_eos_token,
-            stop_token_ids=list(stopping.stop_token_ids),
-            prefill_logprobs=message.prefill_logprobs,
-            top_n_tokens=message.top_n_tokens,
-            grammar=grammar,
-            chunk_len=message.chunk_len,
-            pooling=message.pooling,
-            score_token_ids=list(message.score_token_ids),
-            snapshot=message.snapshot if message.HasField("snapshot") else None,
-            stores=list(stores),
-        )
-
-    @property
-    def first_end(self) -> int:
-        """Input tokens whose KV is in the cache after the first step of this request."""
-        if self.chunk_len:
-            return self.num_cached_tokens + self.chunk_len
-        return len(self.input_ids)
-
-    def constraint(self) -> Constraint | None:
-        """The state of its grammar after the tokens generated before a preemption."""
-        if self.grammar is None:
-            return None
-        # A grammar can not ignore an end token; it delays it as long as possible.
-        least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
-        generated = self.input_ids[self.num_prompt_tokens :]
-        return Constraint(self.grammar, generated, self.max_new_tokens, least)
+from text_generation_shard.arrays import Ints, Upload
+from text_generation_shard.device.base import (
+    ChoiceInputs,
+    Launched,
+    Runner,
+    ScheduledTokens,
+    StepScores,
+    last_ones,
+)
+from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.prompt_outputs import read_pass
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.errors import OwnError
+from text_generation_shard.models.base import LanguageModel
+from text_generation_shard.sampling.sampler import Scores, TokenHistory
+from text_generation_shard.sampling.table import Watermark
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
-    """The scheduled work of one step."""
+class StepRunner:
+    """What all steps of an engine share."""
 
-    # Requests that get rows; their inputs, or the first parts of them, are computed.
-    new_requests: Sequence[NewRequest] = ()
-    # Whether running requests decode: each with a complete input gets one token or more.
-    runs_on: bool = True
-    # (request id, new last block).
-    grown: Sequence[tuple[int, int]] = ()
-    # (request id, number of its next input tokens to compute).
-    chunks: Sequence[tuple[int, int]] = ()
-    # Most tokens drafted per row.
-    speculate: int = 0
-    # Sent before the previous step was answered: some requests may have ended.
-    is_ahead: bool = False
+    runner: Runner
+    model: LanguageModel
+    table: RowTable
+    upload: Upload
+    # Tokens that end a text.
+    end_ids: Ints
+    # Ids that are never chosen; None: all may be.
+    unused_ids: Tensor | None
+    watermark: Watermark
+    # Once set, a step fails before its next pass.
+    is_stopping: threading.Event
 
-    @classmethod
-    def of(
-        cls, message: pb.Advance, runs_on: bool, new_requests: Sequence[NewRequest] = ()
-    ) -> "StepInput":
-        """The step of an Advance and of new requests. ValueError if parallel fields differ in
-        length."""
-        return cls(
-            new_requests=new_requests,
-            runs_on=runs_on,
-            grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
-            chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
-            speculate=message.speculate,
-            is_ahead=message.is_ahead,
+    def launch(self, plan: Plan) -> "LaunchedStep":
+        """Start the passes of a step, and the choice of its tokens if nothing that it depends on is
+        unknown. Raises BatchError if the shard is stopping."""
+        scores = [self._scores(plan, item) for item in plan.passes]
+        is_known = plan.before is None or not self.table.depend_on_tokens(plan.samples.rows)
+        return LaunchedStep(self, plan, scores, is_known)
+
+    def _scores(self, plan: Plan, scheduled: ScheduledTokens) -> Scores:
+        """Scores [S, vocab_size] of the sampled positions of a pass. Adds what it has found in
+        prompts to the plan."""
+        if self.is_stopping.is_set():
+            raise OwnError("the shard is stopping")
+        table = self.table
+        if plan.before is not None:
+            scheduled = scheduled._replace(waiting=plan.waiting(scheduled))
+        if not table.prompt_outputs:
+            is_kept = len(plan.passes) > 1 or bool(table.top_n_tokens)
+            return self.runner.scores(table, scheduled, is_kept)
+        with torch.inference_mode():
+            hidden = self.runner.hidden(table, scheduled)
+            wanted = last_ones(scheduled.counts.cumsum(), scheduled.num_sampled)
+            logits = self.model.logits(hidden[self.upload([wanted])[0]])
+            plan.prompt_parts += read_pass(
+                table, table.prompt_outputs, self.model, scheduled, hidden, logits
+            )
+            return logits
+
+    def choose(self, plan: Plan, scores: Scores) -> Launched:
+        """Start the choice. Each position is sampled by itself; draft tokens are verified
+        afterwards."""
+        table, samples = self.table, plan.samples
+        history = TokenHistory(
+            token_ids=table.token_ids,
+            rows=samples.rows,
+            lens=samples.positions,
+            prompt_lens=table.prompt_lens,
+            min_new_tokens=table.min_new_tokens,
         )
+        if self.unused_ids is not None:
+            with torch.inference_mode():
+                scores[:, self.unused_ids] = -math.inf
+        given = ChoiceInputs(table.sampling, history, self.end_ids, self.watermark, plan.grammars)
+        return self.runner.choose(scores, given)
+
+
+class LaunchedStep:
+    """See `device.base.Launched`. Its tokens are chosen at the latest before the next launch, or in
+    `result`."""
+
+    def __init__(
+        self, runner: StepRunner, plan: Plan, scores: Sequence[Scores], is_known: bool
+    ) -> None:
+        """scores: of each pass. is_known: the tokens that the choice depends on are known."""
+        self._runner, self._plan = runner, plan
+        # None: the tokens are chosen.
+        self._scores: Sequence[Scores] | None = scores
+        self._launched: Launched | None = None
+        self._error: Exception | None = None
+        if is_known:
+            self.choose()
+        else:
+            self._launched = runner.runner.mark()
+
+    def choose(self) -> None:
+        """Start the choice, once; `result` raises its error."""
+        passes, self._scores = self._scores, None
+        if passes is None:
+            return
+        try:
+            scores = passes[0]
+            if len(passes) > 1:
+                with torch.inference_mode():
+                    scores = torch.cat([torch.as_tensor(item) for item in passes])
+            runner = self._runner
+            is_any = len(scores) > 0
+            self._launched = runner.choose(self._plan, scores) if is_any else runner.runner.mark()
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """See Launched."""
+        if self._launched is not None:
+            self._launched.wait()
+
+    def result(self) -> StepScores:
+        """See Launched."""
+        if self._scores is not None:
+            self.choose()
+        if self._error is not None:
+            raise self._error
+        assert self._launched is not None, "it has no error"
+        return self._launched.result()

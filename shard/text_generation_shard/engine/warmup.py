@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,8 @@ from text_generation_shard.device.base import Device, MemoryBudget
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
+from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.prompt_outputs import LOGPROB_ROWS
-from text_generation_shard.engine.step import Costs, NewRequest, StepInput
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.parallel import World
@@ -184,13 +183,11 @@ _TRIES, _TRIES_RECORDED = 2, 6
 _LONG_NS = 150_000_000
 # Alternatives of a token, as many as a router allows by default.
 _TOP_TOKENS = 5
-# Every sampling parameter in use.
+# No sampling parameter in use, and all of them.
 _NUMBERS: dict[str, Any] = {name: number.example for name, number in NUMBERS.items()}
-_EVERYTHING = Sampling(
-    **_NUMBERS,
-    do_sample=True,
-    watermark=True,
-    logit_bias=((0, 1.0),),
+_PLAIN = pb.NextTokenChooserParameters(**Sampling().to_wire())
+_EVERYTHING = pb.NextTokenChooserParameters(
+    **Sampling(**_NUMBERS, do_sample=True, watermark=True, logit_bias=((0, 1.0),)).to_wire()
 )
 
 
@@ -229,15 +226,21 @@ def profile_memory(engine: Engine, largest: LargestStep) -> None:
     """
     num_rows, num_prompts, num_tokens, context = largest
     share, more = divmod(num_tokens, num_prompts)
-    prompts = _demanding(engine, [share + (n < more) for n in range(num_prompts)], context, 2)
-    others = _demanding(engine, [1] * (num_rows - num_prompts), context, 3)
-    others = [replace(item, id=num_prompts + item.id, prefill_logprobs=False) for item in others]
+    prompts = [
+        _demanding(engine, number, share + (number < more), context, 2)
+        for number in range(num_prompts)
+    ]
+    others = range(num_prompts, num_rows)
     handles = []
     if others:
-        handles.append(engine.launch(StepInput(others, runs_on=False)))
-    handles.append(engine.launch(StepInput(prompts, runs_on=bool(others))))
+        first = [_demanding(engine, number, 1, context, 3) for number in others]
+        for request in first:
+            request.prefill_logprobs = False
+        handles.append(engine.launch(pb.Step(request_ids=others), first))
+    ids, counts = [*others, *range(num_prompts)], [1] * len(others) + _counts(prompts)
+    handles.append(engine.launch(pb.Step(request_ids=ids, counts=counts), prompts))
     if context > 2:
-        handles.append(engine.launch(StepInput()))
+        handles.append(engine.launch(pb.Step(request_ids=ids)))
     for handle in handles:
         handle.result()
     engine.clear()
@@ -252,12 +255,14 @@ def measure(engine: Engine, max_prefill_tokens: int, max_rows: int, max_total: i
     new = min(1 + _TRIES, max_total - length)
     request = _request(engine, 0, length, 0, new)
     # Compiles all sampling kernels before the first request.
-    _steps(engine, [replace(request, sampling=_EVERYTHING, min_new_tokens=1)])
+    everything = _request(engine, 0, length, 0, new, _EVERYTHING)
+    everything.stopping_parameters.min_new_tokens = 1
+    _steps(engine, [everything])
     prompt, others = _fastest(engine, request)
     single = others or prompt
     token = max(1, (prompt - single) // max(1, length - 1))
     in_front = _time_in_front(engine, length, max_total, prompt)
-    tries = _TRIES_RECORDED if engine.records_steps else _TRIES
+    tries = _TRIES_RECORDED if engine.runner.records_steps else _TRIES
     context = max(1, min(_CONTEXT, max_total - 1 - tries))
     new = min(1 + tries, max_total - context)
     rows = min(max_rows, WARMUP_ROWS)
@@ -291,49 +296,65 @@ def _time_in_front(engine: Engine, length: int, max_total: int, prompt_ns: int) 
     return max(0, behind_ns - prompt_ns) * CONTEXT_UNIT // (front * length)
 
 
-def _fastest(engine: Engine, request: NewRequest) -> tuple[int, int]:
+def _fastest(engine: Engine, request: pb.Request) -> tuple[int, int]:
     """The best result of `_steps` after a warming run, or of that run if it is long."""
     tries = [_steps(engine, [request])]
-    while len(tries) <= _TRIES and not (engine.measures_once and tries[-1][0] >= _LONG_NS):
+    # Not if the first run may have compiled, nor with several ranks, which must compute the same
+    # steps but have their own clocks.
+    may_be_enough = not engine.runner.compiles_steps and engine.world.size == 1
+    while len(tries) <= _TRIES and not (may_be_enough and tries[-1][0] >= _LONG_NS):
         tries.append(_steps(engine, [request]))
     first, others = zip(*(tries[1:] or tries), strict=True)
     return min(first), min(others)
 
 
-def _steps(engine: Engine, requests: Sequence[NewRequest]) -> tuple[int, int]:
+def _steps(engine: Engine, requests: Sequence[pb.Request]) -> tuple[int, int]:
     """Time of the first step of these requests, and of the fastest later one; 0: none."""
-    last = first = engine.step(StepInput(requests))
+    ids = [request.id for request in requests]
+    last = first = engine.step(pb.Step(request_ids=ids, counts=_counts(requests)), requests)
     others: list[int] = []
     # Rows end early if a damaged checkpoint yields no finite scores.
-    while last.batch.request_ids and len(others) < requests[0].max_new_tokens - 1:
-        last = engine.step(StepInput())
+    most = requests[0].stopping_parameters.max_new_tokens - 1
+    while last.batch.request_ids and len(others) < most:
+        last = engine.step(pb.Step(request_ids=last.batch.request_ids))
         others.append(last.total_ns)
     engine.clear()
     return first.total_ns, min(others, default=0)
 
 
-def _demanding(
-    engine: Engine, counts: Sequence[int], context: int, most_new: int
-) -> list[NewRequest]:
-    """Requests with `counts` input tokens left to compute; with up to `most_new` new tokens they
-    fill the context."""
+def _counts(requests: Sequence[pb.Request]) -> list[int]:
+    """Of a step that computes all their inputs."""
+    return [len(request.input_ids) - request.num_cached_tokens for request in requests]
+
+
+def _demanding(engine: Engine, number: int, count: int, context: int, most_new: int) -> pb.Request:
+    """A request with `count` input tokens left to compute; with up to `most_new` new tokens it
+    fills the context. All its blocks are the first one."""
     new = min(most_new, context - 1)
-    # Shared by all requests to save memory.
-    ids, blocks = [0] * (context - new), [0] * -(-context // engine.block_size)
-    first = NewRequest(
-        *(0, ids, len(ids), 0, blocks, _EVERYTHING, new),
-        min_new_tokens=new,
-        ignore_eos_token=True,
-        prefill_logprobs=True,
-        top_n_tokens=_TOP_TOKENS,
+    known = context - new
+    request = _request(engine, number, known, max(0, known - count), new, _EVERYTHING)
+    request.block_table[:] = [0] * len(request.block_table)
+    request.stopping_parameters.min_new_tokens = new
+    request.prefill_logprobs, request.top_n_tokens = True, _TOP_TOKENS
+    return request
+
+
+def _request(
+    engine: Engine,
+    number: int,
+    known: int,
+    cached: int,
+    new: int,
+    parameters: pb.NextTokenChooserParameters = _PLAIN,
+) -> pb.Request:
+    return pb.Request(
+        id=number,
+        input_ids=bytes(known),
+        num_prompt_tokens=known,
+        num_cached_tokens=cached,
+        block_table=range(-(-(known + new) // engine.block_size)),
+        parameters=parameters,
+        stopping_parameters=pb.StoppingCriteriaParameters(
+            max_new_tokens=new, ignore_eos_token=True
+        ),
     )
-    return [
-        replace(first, id=number, num_cached_tokens=max(0, len(ids) - count))
-        for number, count in enumerate(counts)
-    ]
-
-
-def _request(engine: Engine, number: int, known: int, cached: int, new: int) -> NewRequest:
-    blocks = range(-(-(known + new) // engine.block_size))
-    ids = [0] * known
-    return NewRequest(number, ids, known, cached, blocks, Sampling(), new, ignore_eos_token=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_process.sampling import Sampling
 from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
@@ -20,8 +19,7 @@ from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.step import NewRequest, StepInput
-from text_generation_shard.engine.step_runner import StepRunner
+from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -30,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shard.tests.device.test_attention import make_batch, to_device
+from shard.tests.driver import new_request, step_of
 
 LAYER = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},
@@ -233,20 +232,22 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
 
     monkeypatch.setattr(StepRunner, "choose", choose)
     requests = [
-        NewRequest(
-            *(row, range(100), 100, 0, range(10 * row, 10 * row + 10)),
-            Sampling(**sampling),  # type: ignore[arg-type]
+        new_request(
+            row,
+            range(100),
+            range(10 * row, 10 * row + 10),
+            sampling,  # type: ignore[arg-type]
             max_new_tokens=50,
             min_new_tokens=20,
         )
         for row, sampling in enumerate(EVERYTHING)
     ]
     counted = []
-    for step in (StepInput(requests[:3], runs_on=False), StepInput(), StepInput(requests[3:])):
-        seen = Operators()
+    for new in (requests[:3], [], requests[3:]):
+        seen, step = Operators(), step_of(engine, new)
         count_launches(seen, monkeypatch)
         with seen, torch.inference_mode(False):
-            handle = engine.launch(step)
+            handle = engine.launch(*step)
         counted.append(seen.counts)
     handle.result()
     layers = model.config.num_layers

@@ -12,10 +12,9 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
 from text_generation_shard.device.cuda.rows import DeviceRows
-from text_generation_shard.engine.step import StepInput
 from torch import Tensor
 
-from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.driver import Driver, load_engine, reference_device, step_of
 from shard.tests.stream_device import StreamDevice
 
 
@@ -48,7 +47,7 @@ def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[pb.Generati
         for number in range(prompts)
     ]
     engine = driver.engine
-    handles = [engine.launch(StepInput(requests, runs_on=False))]
+    handles = [engine.launch(*step_of(engine, requests, runs_on=False))]
     found = []
     for step in range(1, steps + 1):
         grown = []
@@ -57,7 +56,7 @@ def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[pb.Generati
             if len(request.input_ids) + step > len(table) * engine.block_size:
                 table.append(driver.free.pop())
                 grown.append((request.id, table[-1]))
-        handles.append(engine.launch(StepInput(grown=grown)))
+        handles.append(engine.launch(*step_of(engine, grown=grown)))
         found.append(handles.pop(0).result().generations)
     return [*found, handles[0].result().generations]
 
@@ -84,13 +83,13 @@ def stream_driver(path: Path) -> Driver:
     device = reference_device(StreamDevice)
     driver = Driver(load_engine(path, device=device, max_batch_size=4))
     # Discard the recordings of the warm-up, so that each test records every size.
-    runner: Any = driver.engine._runner
+    runner: Any = driver.engine.runner
     runner.graphs.use(runner._rows)
     return driver
 
 
 def graphs_of(driver: Driver) -> Graphs:
-    found: Graphs = driver.engine._runner.graphs  # type: ignore[attr-defined]
+    found: Graphs = driver.engine.runner.graphs  # type: ignore[attr-defined]
     return found
 
 
@@ -115,7 +114,7 @@ def test_each_part_of_a_recorded_step_counts(
     """Detects scores overwritten by the next step, tables that are not sent, and tokens that are
     not read from the device."""
     driver = stream_driver(tiny_model_path)
-    runner: Any = driver.engine._runner
+    runner: Any = driver.engine.runner
     if fault == "scores":
         monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
     elif fault == "tables":
@@ -188,7 +187,7 @@ def test_memory_of_all_graphs_is_told_by_two(tiny_model_path: Path) -> None:
     """Sizes 1, 2 and 4 with contexts of 512 tokens: 100 bytes for the largest, 10 for each other
     one."""
     driver = stream_driver(tiny_model_path)
-    graphs, stream = graphs_of(driver), driver.engine._runner.stream  # type: ignore[attr-defined]
+    graphs, stream = graphs_of(driver), driver.engine.runner.stream  # type: ignore[attr-defined]
     before = stream.num_recorded
     held = {before: 0, before + 1: 100, before + 2: 110}
     assert graphs.bytes_of_all(lambda: held[stream.num_recorded]) == 100 + 10 * 2

@@ -48,7 +48,7 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
     # Sizes that int4 supports.
     path = write_checkpoint(family, tmp_path, mlp_bias=False, intermediate_size=128)
     engine = load_engine(path, **form)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     assert ("quantize" in form and not are_vectors_wide()) == (runner._decoder is None)
     compiled = answers(engine)
     runner._forward, runner._decoder = EagerForward(engine.model), None
@@ -141,7 +141,7 @@ def test_the_short_way_of_a_decode_is_the_long_one(
             driver.add([driver.request(number, ids, sampling=sampling, top_n_tokens=number)])
         return driver, [driver.step() for _ in range(6)]
 
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     assert (runner._decoder is not None) == ("quantize" not in form or are_vectors_wide())
     short, results = run()
     engine.clear()

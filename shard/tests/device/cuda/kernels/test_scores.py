@@ -7,20 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.output import verify
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.planner import verified_tokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice
 
 from integration_tests.checkpoints import damage
-from shard.tests.driver import Driver, compile_now, errors_of, load_engine, reference_device
+from shard.tests.driver import (
+    Driver,
+    compile_now,
+    errors_of,
+    load_engine,
+    new_request,
+    reference_device,
+)
 
 BAD = 77
 """The token whose embedding is NaN."""
@@ -136,8 +141,8 @@ def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
     """A row with two draft tokens, the second of which is wrong, and a row without draft tokens."""
     table = RowTable(2, 100, 16, 20)
     for number in range(2):
-        table.take(NewRequest(number, [4], 1, 0, range(4), Sampling(), 50))
-    table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
+        table.take(new_request(number, [4], range(4), max_new_tokens=50))
+    table.token_ids[0, 1:3] = 7, 8
     rows, none = np.array([0, 1]), np.zeros(2, np.int64)
     plan = Plan(table, [verified_tokens(rows, none, np.array([2, 0]))])
     logprobs = np.full(4, -1.0, np.float32)
