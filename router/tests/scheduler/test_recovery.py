@@ -258,8 +258,9 @@ async def test_a_grammar_ends_with_the_router() -> None:
             asked = asyncio.create_task(w.shards.compile_grammar("abc", 60.0))
             await asyncio.sleep(0)
             await w.shards.close()
-            with pytest.raises(UnhealthyError):
+            with pytest.raises(LostStepError):
                 await asked
+            assert w.shards.verdict is None
 
 
 async def test_time_passes_while_they_are_awaited() -> None:

@@ -255,7 +255,7 @@ class WatchedShards:
 
     async def close(self) -> None:
         """Ends all tasks and closes the connection. Nothing can be called any more."""
-        self._shards, self.verdict = None, self.verdict or self.error
+        self._shards = self._connect = None
         self._is_settled.set()
         self._end_tasks()
         await asyncio.gather(*self._tasks, return_exceptions=True)
