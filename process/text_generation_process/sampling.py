@@ -37,7 +37,7 @@ class Range(NamedTuple):
 
 
 # Written so that NaN is refused.
-POSITIVE = Range(lambda value: value > 0, "strictly positive")
+_POSITIVE = Range(lambda value: value > 0, "strictly positive")
 _PENALTY = Range(lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0")
 _PROBABILITY = Range(lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0")
 _SHARE = Range(lambda value: 0.0 < value <= 1.0, "> 0.0 and <= 1.0")
@@ -74,7 +74,7 @@ class SamplingNumbers:
 
     temperature: float = _number(
         1.0,
-        POSITIVE,
+        _POSITIVE,
         {"ge": 0},
         about="Above 1 the choice of tokens is more random, below 1 less.",
         in_tgi=" Must be above 0.",
@@ -83,7 +83,7 @@ class SamplingNumbers:
     )
     repetition_penalty: float = _number(
         1.0,
-        POSITIVE,
+        _POSITIVE,
         {"gt": 0},
         is_penalty=True,
         about="Above 1, tokens that were used are less likely to come again. 1: no penalty.",
@@ -125,7 +125,7 @@ class SamplingNumbers:
     min_p: float = _number(0.0, _SHARE, {"ge": 0, "le": 1}, in_tgi=None, example=0.05)
     top_k: int = _number(
         0,
-        POSITIVE,
+        _POSITIVE,
         {"ge": -1, "lt": 2**31},
         about="Draw only from this many of the likeliest tokens.",
         elsewhere=" 0 or -1: from all.",

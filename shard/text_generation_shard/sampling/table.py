@@ -74,10 +74,11 @@ class SamplingTable:
         self.stop_token_ids: dict[int, frozenset[int]] = {}
         # The last columns and their rows: most steps have the rows of the previous step.
         self._last: tuple[Ints, SamplingColumns] | None = None
+        self._last_biases: tuple[Ints, bytes, Biases] | None = None
 
     def set(self, row: int, params: Sampling, stop_token_ids: Sequence[int] = ()) -> None:
         """Set the parameters and stop tokens of a row."""
-        self._last = None
+        self._last = self._last_biases = None
         numbers = [_COLUMNS.get(name, float)(getattr(params, name)) for name in NUMBERS]
         seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
         self.rows[row] = (*numbers, seed, params.is_sampling, params.is_penalising)
@@ -131,7 +132,13 @@ class SamplingTable:
         [S]."""
         if not self._biases and not self.stop_token_ids:
             return _NO_BIASES
-        own = rows.tolist()
+        early = is_early.tobytes() if self.stop_token_ids else b""
+        last = self._last_biases
+        if last is None or last[0] is not rows or last[1] != early:
+            last = self._last_biases = (rows, early, self._biases_of(rows.tolist(), is_early))
+        return last[2]
+
+    def _biases_of(self, own: list[int], is_early: Flags) -> Biases:
         found = [(place, self._biases[row]) for place, row in enumerate(own) if row in self._biases]
         for place in np.flatnonzero(is_early).tolist():
             if stops := sorted(self.stop_token_ids.get(own[place], ())):
