@@ -120,29 +120,23 @@ def draw(
     is_whole = (not is_filtered) | (count > CAPACITY)
     is_whole = is_whole | (is_cut & (count < top_k) & (log_min_p < -_DEPTH))
     is_whole = is_whole | ((not is_cut) & (near < top_p * total))
-    count = tl.where(is_whole, vocab, count)
+    searched = (scores_ptr, indices_ptr, tl.where(is_whole, vocab, count), is_whole)
     # Kept are scores above `value`, and equal ones up to index `last`; of these, those at most
     # `widest` from `middle`.
     value, last, middle, widest = float("-inf"), vocab, 0.0, float("inf")
     if is_cut:
         target = top_k.to(tl.float64)
-        value = -_reached(
-            scores_ptr, indices_ptr, count, is_whole, value, last, 0.0, target, "count", FEW
-        )
-        total, _ = _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE)
+        value = -_reached(searched, value, last, 0.0, target, "count", FEW)
+        total, _ = _masses(searched, value, last, TILE)
     if top_p < 1.0:
         target = top_p * total
-        value = -_reached(
-            scores_ptr, indices_ptr, count, is_whole, value, last, 0.0, target, "mass", FEW
-        )
-        last = _last_of_equals(scores_ptr, indices_ptr, count, is_whole, value, vocab, target, TILE)
+        value = -_reached(searched, value, last, 0.0, target, "mass", FEW)
+        last = _last_of_equals(searched, value, vocab, target, TILE)
     if typical_p < 1.0:
-        total, weighted = _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE)
+        total, weighted = _masses(searched, value, last, TILE)
         middle = (weighted / total).to(tl.float32)
         target = typical_p * total
-        widest = _reached(
-            scores_ptr, indices_ptr, count, is_whole, value, last, middle, target, "mass", FEW
-        )
+        widest = _reached(searched, value, last, middle, target, "mass", FEW)
     number = _uniform(tl.load(seeds_ptr + drawn), tl.load(positions_ptr + place))
     token, logprob = _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE)
     tl.store(out_ptr + place, token.to(tl.float64))
@@ -185,8 +179,11 @@ def _temper(
 
 
 @triton.jit
-def _candidates(scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE: tl.constexpr):
-    """A tile of the searched scores: indices, scores, and whether each is kept."""
+def _candidates(searched, start, value, last, TILE: tl.constexpr):
+    """A tile of the searched scores: indices, scores, and whether each is kept.
+
+    `searched`: pointers to scores and indices, how many are searched, and whether these are all."""
+    scores_ptr, indices_ptr, count, is_whole = searched
     at = start + tl.arange(0, TILE)
     is_there = at < count
     found = tl.load(indices_ptr + at, mask=is_there & (not is_whole), other=0)
@@ -197,18 +194,7 @@ def _candidates(scores_ptr, indices_ptr, start, count, is_whole, value, last, TI
 
 
 @triton.jit
-def _reached(
-    scores_ptr,
-    indices_ptr,
-    count,
-    is_whole,
-    value,
-    last,
-    middle,
-    target,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _reached(searched, value, last, middle, target, KIND: tl.constexpr, TILE: tl.constexpr):
     """The distance from `middle` within which the weights of kept scores add up to the target; the
     largest float32 if they do not. KIND `count`: all weights are 1; `mass`: e ** score.
 
@@ -220,10 +206,8 @@ def _reached(
         shift = 30 - 3 * turn
         limits = low + ((1 + tl.arange(0, _LIMITS)).to(tl.int64) << shift)
         sums = tl.zeros([_LIMITS], tl.float64)
-        for start in range(0, count, TILE):
-            _, score, is_kept = _candidates(
-                scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE
-            )
+        for start in range(0, searched[2], TILE):
+            _, score, is_kept = _candidates(searched, start, value, last, TILE)
             if KIND == "count":
                 weight = is_kept.to(tl.float32)
             else:
@@ -236,14 +220,12 @@ def _reached(
 
 
 @triton.jit
-def _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE: tl.constexpr):
+def _masses(searched, value, last, TILE: tl.constexpr):
     """Of the kept scores, the sum of the weights e ** score and the weighted sum of the scores.
     Their ratio is the expected score (Meister et al. 2022)."""
     total, weighted = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    for start in range(0, count, TILE):
-        _, score, is_kept = _candidates(
-            scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE
-        )
+    for start in range(0, searched[2], TILE):
+        _, score, is_kept = _candidates(searched, start, value, last, TILE)
         weight = tl.where(is_kept, tl.exp(score), 0.0)
         total += tl.sum(weight, 0)
         weighted += tl.sum(weight * tl.where(weight > 0.0, score, 0.0), 0)
@@ -251,22 +233,16 @@ def _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE: tl.cons
 
 
 @triton.jit
-def _last_of_equals(
-    scores_ptr, indices_ptr, count, is_whole, value, vocab, target, TILE: tl.constexpr
-):
+def _last_of_equals(searched, value, vocab, target, TILE: tl.constexpr):
     """Index of the last score equal to `value` that is needed to reach the target."""
     above = tl.full([], 0.0, tl.float64)
-    for start in range(0, count, TILE):
-        _, score, is_kept = _candidates(
-            scores_ptr, indices_ptr, start, count, is_whole, value, vocab, TILE
-        )
+    for start in range(0, searched[2], TILE):
+        _, score, is_kept = _candidates(searched, start, value, vocab, TILE)
         above += tl.sum(tl.where(is_kept & (score > value), tl.exp(score), 0.0), 0)
     wanted = tl.maximum(tl.ceil((target - above) / tl.exp(value)), 1.0)
     seen, last = tl.full([], 0, tl.int32), vocab
-    for start in range(0, count, TILE):
-        index, score, is_kept = _candidates(
-            scores_ptr, indices_ptr, start, count, is_whole, value, vocab, TILE
-        )
+    for start in range(0, searched[2], TILE):
+        index, score, is_kept = _candidates(searched, start, value, vocab, TILE)
         is_equal = (is_kept & (score == value)).to(tl.int32)
         is_last = (is_equal > 0) & (seen + tl.cumsum(is_equal, 0) == wanted)
         last = tl.minimum(last, tl.min(tl.where(is_last, index, vocab), 0))
