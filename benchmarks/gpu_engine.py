@@ -19,8 +19,8 @@ from text_generation_process.sampling import Sampling
 from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters, Stack, StoredTensor
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Device, DeviceOptions
-from text_generation_shard.device.reference.device import PlainCopies
+from text_generation_shard.device.base import DeviceOptions, WeightCopies
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.grammars.grammar import (
     Grammar,
@@ -130,7 +130,7 @@ class RandomParameters(Parameters):
                 name: StoredTensor(directory, _Made(values(stack, name)), name)
                 for name in stack.sections
             }
-            self._fill(stack, made, PlainCopies())
+            self._fill(stack, made, WeightCopies())
         self._stacks.clear()
         for action in self._after_load:
             action()

@@ -37,7 +37,7 @@ def _bandwidth(bench: Bench, found: dict[str, float]) -> None:
 
     def read(_: int) -> None:
         options = {"TILE": _TILE, "TILES": _TILES, "num_warps": 8}
-        launch(sum_tiles, (len(sums),), values, sums, **options)
+        launch(sum_tiles, (len(sums),), (values, sums), **options)
 
     ways: tuple[tuple[str, str, Callable[[int], object]], ...] = (
         ("read, a sum in Triton", "read_gb_s", read),
@@ -83,7 +83,7 @@ def launches(bench: Bench) -> None:
 
     def start(_: int = 0) -> None:
         options = {"SIZE": 16, "SIZE_PAD": padded, "EPS": 1e-5, "num_warps": 4}
-        launch(pointwise.add_norm, (1,), one, None, weight, out, 1.0, **options)
+        launch(pointwise.add_norm, (1,), (one, None, weight, out, 1.0), **options)
 
     calls: dict[str, Callable[[], object]] = {
         "Triton launch": start,

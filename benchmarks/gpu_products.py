@@ -8,9 +8,9 @@ from gpu_limits import weights_of
 from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_shard.device.base import Matrix
 from text_generation_shard.device.cuda import matrices
-from text_generation_shard.device.reference.linear import FloatMatrix
-from text_generation_shard.device.reference.quantized import (
+from text_generation_shard.device.reference.matrices import (
     GROUP,
+    FloatMatrix,
     quantize_groups,
     quantize_rows,
     quantize_rows_float8,

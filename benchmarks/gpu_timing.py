@@ -84,7 +84,7 @@ class Bench:
             torch.set_num_threads(1)
             self.device = TritonDevice(torch.device("cpu"), self.dtype, options)
         else:
-            from text_generation_shard.device.cuda.gpu import CudaDevice
+            from text_generation_shard.device.cuda.operators import CudaDevice
 
             self.device = CudaDevice(torch.device("cuda"), self.dtype, options)
         self.torch_device = self.device.torch_device

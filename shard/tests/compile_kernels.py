@@ -22,10 +22,10 @@ import triton
 from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, DeviceOptions
-from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
+from text_generation_shard.device.cuda import attention, matrices, operators, sampler
+from text_generation_shard.device.cuda.attention import HeadShape
 from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE, FIRST_WITH_FLOAT8
 from text_generation_shard.device.cuda.operators import TritonDevice
-from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.sampling.sampler import TokenHistory
@@ -67,7 +67,7 @@ class Compiler:
         self.found: list[dict[str, Any]] = []
         self._seen: set[str] = set()
 
-    def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+    def __call__(self, kernel: Any, grid: Any, arguments: Any, **options: Any) -> None:
         signature, constants, attributes = {}, {}, {}
         # Arguments for which Triton compiles specialized code.
         special: list[str] = []
@@ -207,7 +207,7 @@ def main() -> None:
     asked = [int(word) for word in sys.argv[1:] if word.isdigit()]
     shapes = SHAPES if is_all else SHAPES[:1]
     compiler = Compiler()
-    for module in (attention, flash, matrices, operators, sampler):
+    for module in (attention, matrices, operators, sampler):
         module.launch = compiler
     for compiler.capability in asked or CAPABILITIES:
         for compiler.shape in shapes:

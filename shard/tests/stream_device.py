@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from text_generation_shard.device.base import Device, DeviceOptions, Model
-from text_generation_shard.device.cuda.graphs import Graphs
-from text_generation_shard.device.cuda.rows import DeviceRows
+from text_generation_shard.device.base import DeviceOptions, Model
+from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import ForwardBatch
-from text_generation_shard.device.reference.device import DTYPES, TorchDevice
+from text_generation_shard.device.reference.device import DTYPES, Device
 from text_generation_shard.device.reference.runner import Forward
 from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, sample
 from torch import Tensor
@@ -145,5 +144,5 @@ def stream_over(own: Device, sampler: Sampler[Choice] = sample) -> Device:
 def open_device(options: DeviceOptions) -> Device:
     """Replace a device by the reference."""
     dtype = DTYPES[options.dtype or options.checkpoint_dtype]
-    own = TorchDevice(torch.device("cpu"), dtype, options)
+    own = Device(torch.device("cpu"), dtype, options)
     return cast(Device, StreamDevice(own, cuda_graphs=options.cuda_graphs))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from text_generation_shard import trusted_folders as places
-from text_generation_shard.device.cuda.cache import choose_directory
+from text_generation_shard.device.cuda.device import choose_directory
 from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 NOBODY = 65534

@@ -24,7 +24,8 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
 from text_generation_shard.models.registry import load_model, read_config

@@ -15,10 +15,10 @@ from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Device, DeviceOptions, Matrix, WeightCopies
+from text_generation_shard.device.base import DeviceOptions, Matrix, WeightCopies
 from text_generation_shard.device.cuda.device import dtype_of
 from text_generation_shard.device.cuda.staging import StagedCopies
-from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
@@ -65,7 +65,7 @@ class LateBuffer:
         self.num_sent += 1
 
 
-class StagingDevice(TorchDevice):
+class StagingDevice(Device):
     """A device that loads like a GPU, into host memory."""
 
     make_buffer: Callable[[int], LateBuffer] = LateBuffer
@@ -171,7 +171,7 @@ def test_through_buffers_every_bit_is_as_by_plain_copies(
 def test_a_matrix_is_never_held_in_the_type_of_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, torch.float32)
     seen = []
-    for kind in (TorchDevice, StagingDevice):
+    for kind in (Device, StagingDevice):
         parameters = Parameters(reference_device(kind, torch.bfloat16))
 
         def receive(weight: Tensor, parameters: Parameters = parameters) -> Matrix:
@@ -217,7 +217,7 @@ def test_the_first_copys_error_is_raised_however_late_it_comes() -> None:
             copies.copy(target, torch.tensor([float(number)]))
 
 
-@pytest.mark.parametrize("kind", [TorchDevice, StagingDevice])
+@pytest.mark.parametrize("kind", [Device, StagingDevice])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -228,7 +228,7 @@ def test_the_first_copys_error_is_raised_however_late_it_comes() -> None:
     ],
 )
 def test_faults_of_a_checkpoint_are_said_alike(
-    kind: type[TorchDevice],
+    kind: type[Device],
     change: dict[str, tuple[int, ...] | None] | None,
     message: str,
     tmp_path: Path,

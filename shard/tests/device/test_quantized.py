@@ -12,8 +12,8 @@ from text_generation_shard.checkpoint.partition import whole
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import Matrix
 from text_generation_shard.device.cpu import kernels
-from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
-from text_generation_shard.device.reference.quantized import GROUP
+from text_generation_shard.device.cpu.matrices import Int4Matrix, Int8Matrix
+from text_generation_shard.device.reference.matrices import GROUP
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.parallel import World
@@ -91,7 +91,7 @@ def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -
     for form, dtype in ((Int8Matrix, torch.bfloat16), (Int4Matrix, torch.float32)):
         matrix, hidden = form(weight_of(336, 64), dtype), inputs_of(130, 64, dtype)
         whole = matrix(hidden)
-        monkeypatch.setattr("text_generation_shard.device.cpu.quantized._DEQUANTIZED_NUMBERS", 5000)
+        monkeypatch.setattr("text_generation_shard.device.cpu.matrices._DEQUANTIZED_NUMBERS", 5000)
         assert torch.equal(matrix(hidden), whole)
         monkeypatch.undo()
 

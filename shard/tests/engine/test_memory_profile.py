@@ -9,8 +9,8 @@ import pytest
 import torch
 from text_generation_proto import pb
 from text_generation_shard.device.base import MemoryBudget, Model, ScheduledTokens
-from text_generation_shard.device.cuda import attention, flash, gpu
-from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.cuda import attention, operators
+from text_generation_shard.device.cuda.attention import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.engine import Engine
@@ -138,7 +138,7 @@ def test_the_largest_steps_are_profiled(
 def test_a_gpu_gathers_keys_up_to_a_number() -> None:
     """And so a longer context may take less memory."""
     shape = HeadShape(32, 8, 128, 1.0)
-    for takes_flash, expected in ((True, flash.MOST_TOKENS), (False, None)):
+    for takes_flash, expected in ((True, attention.MOST_TOKENS), (False, None)):
         found = attention.TritonAttention(shape, torch.device("meta"), 90, takes_flash=takes_flash)
         assert found.heaviest_keys == expected
 
@@ -180,7 +180,7 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    device = object.__new__(gpu.CudaDevice)
+    device = object.__new__(operators.CudaDevice)
     device.torch_device, device._memory_fraction = torch.device("cuda"), 0.9 / 0.95
     device._graphs = SimpleNamespace(  # type: ignore[assignment]
         bytes_of_all=lambda held: 3 * 10**9 if held() else 0

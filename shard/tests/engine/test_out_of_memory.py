@@ -14,7 +14,7 @@ import torch
 from text_generation_proto import pb
 from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
-from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepRunner
@@ -40,7 +40,7 @@ BAD = 77
 LONG: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
 # Where a device can run out of memory.
 PLACES = [
-    (TorchDevice, "forward"),
+    (Device, "forward"),
     (StreamDevice, "forward"),
     (StreamDevice, "logits"),
     (StreamDevice, "result"),
@@ -48,16 +48,16 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_model_path: Path) -> dict[type[TorchDevice], Engine]:
+def loaded(tiny_model_path: Path) -> dict[type[Device], Engine]:
     # Without graphs: a recorded step allocates no memory.
     return {
         kind: load_engine(tiny_model_path, device=reference_device(kind, cuda_graphs=()))
-        for kind in (TorchDevice, StreamDevice)
+        for kind in (Device, StreamDevice)
     }
 
 
 @pytest.fixture
-def engines(loaded: dict[type[TorchDevice], Engine]) -> dict[type[TorchDevice], Engine]:
+def engines(loaded: dict[type[Device], Engine]) -> dict[type[Device], Engine]:
     """By device; without running requests."""
     for engine in loaded.values():
         engine.clear()
@@ -171,9 +171,9 @@ def test_the_same_tokens_with_little_memory(
 
 @pytest.mark.parametrize("place", ["forward", "logits", "choice", "result"])
 def test_steps_ahead_are_computed_behind_it(
-    place: str, engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+    place: str, engines: dict[type[Device], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Driver(engines[TorchDevice])
+    plain = Driver(engines[Device])
     expected = tokens_of(plain, behind=False)
     engine = engines[StreamDevice]
     memory, driver = Memory(engine, monkeypatch, place, most=3), Driver(engine)
@@ -183,7 +183,7 @@ def test_steps_ahead_are_computed_behind_it(
 
 
 def test_a_row_that_fails_is_not_in_the_steps_behind(
-    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+    engines: dict[type[Device], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that arrives with one of them is not affected."""
     engine = engines[StreamDevice]
@@ -220,10 +220,10 @@ def test_a_row_that_fails_is_not_in_the_steps_behind(
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("chunk_len", [0, 20])
 def test_a_request_that_does_not_fit_alone_fails_alone(
-    kind: type[TorchDevice],
+    kind: type[Device],
     place: str,
     chunk_len: int,
-    engines: dict[type[TorchDevice], Engine],
+    engines: dict[type[Device], Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With its whole prompt in the step, or with a chunk that samples no token."""
@@ -258,9 +258,9 @@ def test_a_request_that_does_not_fit_alone_fails_alone(
 
 
 def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
-    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+    engines: dict[type[Device], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(engines[TorchDevice])
+    driver = Driver(engines[Device])
     ids = list(range(3, 60))
     driver.add([driver.request(0, ids, **LONG)])
     driver.run()
@@ -300,10 +300,10 @@ def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     }
 
 
-@pytest.mark.parametrize("kind", [TorchDevice, StreamDevice])
+@pytest.mark.parametrize("kind", [Device, StreamDevice])
 def test_grammars_and_their_neighbours(
-    kind: type[TorchDevice],
-    engines: dict[type[TorchDevice], Engine],
+    kind: type[Device],
+    engines: dict[type[Device], Engine],
     tiny_model_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from text_generation_shard.device.decoder import DecoderSizes
-from text_generation_shard.device.reference.quantized import GROUP
+from text_generation_shard.device.reference.matrices import GROUP
 from text_generation_shard.errors import ModelError
 
 # The form of a weight [N, K] for a requested int8, int4 or fp8: one of these, or None for floats.

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.files import are_pickled, existing, some, weight_names
 from text_generation_shard.checkpoint.partition import Share, whole
-from text_generation_shard.device.base import Device, EmbeddingTable, Matrix, WeightCopies
+from text_generation_shard.device.base import EmbeddingTable, Matrix, WeightCopies
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from text_generation_shard.device.cpu.host import prepare_process
 
 if TYPE_CHECKING:
-    from text_generation_shard.device.base import Device, DeviceOptions
+    from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.reference.device import Device
 
 __all__ = ["DEVICES", "open_device", "prepare_process"]
 

@@ -1,13 +1,12 @@
 """The interface between the engine, the model and the hardware.
 
-A device is one object that implements `Device`. It creates everything that depends on the hardware:
-weights in the form it multiplies, attention with its KV cache, and the runner that computes steps.
-Code outside the device's folder uses only this interface. `device.reference` is the specification:
-plain torch.
+A device is one object: a `reference.device.Device`, which is also the specification in plain torch.
+It creates everything that depends on the hardware: weights in the form it multiplies, attention
+with its KV cache, and the runner that computes steps. Code outside the device's folder uses only
+this interface.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -16,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import NO_INTS, Ints, Tokens, Upload
-from text_generation_shard.device.forward import Attention, ForwardBatch, RowState, Scoring
-from text_generation_shard.parallel import Collectives, Rendezvous
+from text_generation_shard.arrays import NO_INTS, Ints, Tokens
+from text_generation_shard.device.forward import Attention, ForwardBatch, RowState
 from text_generation_shard.sampling.sampler import Allowed, Choice, Scores, TokenHistory
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 
@@ -93,21 +91,23 @@ class EmbeddingTable(Protocol):
         """The same weight as a matrix, and how many bytes that takes in addition to the table."""
 
 
-class WeightCopies(Protocol):
-    """Fills tensors on a device from a checkpoint. Only the loading thread calls it."""
+class WeightCopies:
+    """Fills tensors on a device from a checkpoint. Only the loading thread calls it. Here, copies
+    and actions run at once, in that thread."""
 
     # The dtype in which a matrix is assembled; None: the checkpoint's dtype.
-    @property
-    def matrix_dtype(self) -> torch.dtype | None: ...
+    matrix_dtype: torch.dtype | None = None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start copying `source`, which is mapped from a file, to `target` on the device: same
         shape, converted to the dtype of `target`. Raises the error of this copy or of an earlier
         one."""
+        target.copy_(source)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` in this thread once device operations see the results of all copies before
         it: now, in a later call, or after the last copy."""
+        action()
 
 
 class Model(Protocol):
@@ -245,99 +245,6 @@ class Runner(Protocol):
 
     def mark(self) -> Launched:
         """The end of the passes so far, without a choice."""
-
-
-class Device(Protocol):
-    """Hardware that computes one model."""
-
-    # Name in /info (cpu, cuda, …), torch device and dtype of activations.
-    name: str
-    torch_device: torch.device
-    dtype: torch.dtype
-    # Dtype of cached keys and values.
-    cache_dtype: torch.dtype
-    # A row's results are bit for bit independent of the other rows.
-    is_deterministic: bool
-    # Sums over inputs that are split over ranks are computed in fixed parts, which a binary tree
-    # adds. The result has the same bits for every number of ranks, as long as each has whole parts.
-    sums_in_parts: bool
-    # Whether a step may be launched before the previous one has a result.
-    runs_behind: bool
-    # Copies host arrays to device tensors. Later device operations see the values. The arrays must
-    # not change afterwards.
-    upload: Upload
-    # Cache blocks beyond those of requests; the padding of a pass is written there.
-    num_spare_blocks: int
-
-    @property
-    def spares_core(self) -> bool:
-        """Whether a core is free for other processes while a step is computed."""
-
-    def check_room(self, nbytes: int, kind: str) -> None:
-        """Raise ModelError if weights of `nbytes`, stored as `kind`, do not fit."""
-
-    def weight_copies(self) -> AbstractContextManager[WeightCopies]:
-        """The context in which weights are loaded. Leaving it without an error completes all copies
-        and actions. It releases all its threads and memory."""
-
-    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> Form:
-        """How `matrix` stores a weight [N, K] of this shape."""
-
-    def matrix(
-        self, weight: Tensor, quantize: str | None, columns: slice = ALL, part: int | None = None
-    ) -> Matrix:
-        """A weight [N, K] of any dtype in the device's best form; quantize: int8, int4, fp8 or
-        None. Only `columns` are kept, with the quantized values of the whole weight. part: number
-        of inputs of a fixed part, used if `sums_in_parts`."""
-
-    def gated_matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        activation: Activation,
-        has_bias: bool,
-    ) -> Matrix:
-        """`matrix` for a gated weight: outputs are gates, followed by the values they multiply."""
-
-    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
-        """The token embedding table."""
-
-    def add_norm(
-        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
-    ) -> Tensor:
-        """hidden [T, size] += delta * multiplier, in place. Returns hidden / rms(hidden) * weight;
-        weight [size] is float32; all are contiguous."""
-
-    def attention(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        scorings: Sequence[Scoring | None] = (),
-    ) -> Attention:
-        """The best attention for this head shape; queries are multiplied by `scale`. scorings: of
-        each layer; empty: none has any. Raises ModelError if the device must be deterministic and
-        this attention is not."""
-
-    def runner(self, model: Model) -> Runner:
-        """The runner for the steps of a loaded model."""
-
-    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> "MemoryBudget":
-        """Memory for the KV cache. `profile_memory` runs the steps that take most memory;
-        `step_bytes` is an estimate of that memory. A device uses one of the two."""
-
-    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
-        """Collective operations with the other ranks. All ranks call this at the same time; it
-        returns after a successful trial operation. slot_bytes: most bytes that a rank sends at
-        once; larger tensors are split. Raises ModelError if they are not available, RankError as
-        Rendezvous does."""
-
-    def release_memory(self) -> None:
-        """Release memory that is cached for later steps; called after a step ran out of memory."""
-
-    def serve(self) -> None:
-        """Start background work; called when the server begins to answer requests."""
 
 
 class MemoryBudget(NamedTuple):

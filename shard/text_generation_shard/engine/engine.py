@@ -16,7 +16,8 @@ from types import MappingProxyType
 import numpy as np
 from text_generation_proto import pb
 
-from text_generation_shard.device.base import Device, ScheduledTokens
+from text_generation_shard.device.base import ScheduledTokens
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import unless_short

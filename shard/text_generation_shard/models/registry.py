@@ -9,7 +9,7 @@ import torch
 from text_generation_shard.checkpoint.config import LlamaConfig, ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.device.base import Device
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.base import LanguageModel
 from text_generation_shard.models.llama import LlamaModel

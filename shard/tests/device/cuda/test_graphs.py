@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
-from text_generation_shard.device.cuda.rows import DeviceRows
+from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs, sizes_of
 from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device, step_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.device.cpu import host, kernels, linear
+from text_generation_shard.device.cpu import host, kernels
 from text_generation_shard.device.cpu.attention import PackedAttention, unwritten_zeros
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.host import num_cores
@@ -17,11 +17,17 @@ from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.linear import PackedWeight
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
-from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.cpu.matrices import (
+    Int4Matrix,
+    Int8Matrix,
+    OneDnnMatrix,
+    PackedInt4Matrix,
+    PackedInt8Matrix,
+)
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.forward import Attention, Scoring
-from text_generation_shard.device.reference.device import DTYPES, TorchDevice
-from text_generation_shard.device.reference.linear import GatedMatrix
+from text_generation_shard.device.reference.device import DTYPES, Device
+from text_generation_shard.device.reference.matrices import GatedMatrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives, Rendezvous
 
@@ -31,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CACHE_SHARE = 0.5
 
 
-def open_device(options: base.DeviceOptions) -> base.Device:
+def open_device(options: base.DeviceOptions) -> Device:
     """Open the CPU. Raises ModelError if it does not support the options."""
     if options.cuda_graphs:
         logger.warning("--cuda-graphs has no effect on a CPU, where a step is a single call anyway")
@@ -47,7 +53,7 @@ def open_device(options: base.DeviceOptions) -> base.Device:
     # With several ranks, each would decide by its own timing.
     may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():
-        ours, torchs = (_milliseconds(kind) for kind in (PackedWeight, linear.OneDnnMatrix))
+        ours, torchs = (_milliseconds(kind) for kind in (PackedWeight, OneDnnMatrix))
         logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
         if torchs < ours:
             device.take_products_of_torch()
@@ -68,18 +74,19 @@ def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
     return total * 1000
 
 
-class CpuDevice(TorchDevice):
+class CpuDevice(Device):
     """See `Device`."""
 
     is_deterministic = True
-    int8: type[Int8Matrix | linear.PackedInt8Matrix] = Int8Matrix
-    int4: type[Int4Matrix | linear.PackedInt4Matrix] = Int4Matrix
+    int8: type[Int8Matrix | PackedInt8Matrix] = Int8Matrix
+    int4: type[Int4Matrix | PackedInt4Matrix] = Int4Matrix
     _float_form: Callable[..., base.Matrix] = PackedWeight
+    add_norm = staticmethod(add_norm)
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         # Our int8 and int4 products need bfloat16 rows and wide vectors.
         if dtype is torch.bfloat16 and kernels.are_vectors_wide():
-            self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
+            self.int8, self.int4 = PackedInt8Matrix, PackedInt4Matrix
         elif options.quantize is not None:
             self.is_deterministic = False
         super().__init__(torch.device("cpu"), dtype, options)
@@ -92,7 +99,7 @@ class CpuDevice(TorchDevice):
 
     def take_products_of_torch(self) -> None:
         """Float products by torch from now on. Their sums depend on the number of rows."""
-        self._float_form, self.is_deterministic = linear.OneDnnMatrix, False
+        self._float_form, self.is_deterministic = OneDnnMatrix, False
         self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
 
     def check_room(self, nbytes: int, kind: str) -> None:
@@ -111,22 +118,17 @@ class CpuDevice(TorchDevice):
     def _forms_of(self, quantize: str | None) -> tuple[Any, ...]:
         return {None: (), "int8": (self.int8,), "int4": (self.int4, self.int8)}[quantize]
 
-    def matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        columns: slice = base.ALL,
-        part: int | None = None,
+    def _float_matrix(self, weight: Tensor, part: int | None) -> base.Matrix:
+        return self._float_form(weight, **self._parts(part))
+
+    def _quantized_matrix(
+        self, form: Any, weight: Tensor, columns: slice, part: int | None
     ) -> base.Matrix:
-        """See Device."""
-        rows = weight[:, columns]
-        kind = self.quantized_form((rows.shape[0], rows.shape[1]), quantize).kind
-        parts: dict[str, Any] = {"part": part} if part is not None and self.sums_in_parts else {}
-        if kind is None:
-            return self._float_form(rows.to(self.dtype).contiguous(), **parts)
-        if kind == "int4":
-            return self.int4(rows.contiguous(), self.dtype, **parts)
-        return self.int8(weight, self.dtype, columns=columns, **parts)
+        matrix: base.Matrix = form(weight, self.dtype, columns=columns, **self._parts(part))
+        return matrix
+
+    def _parts(self, part: int | None) -> dict[str, int]:
+        return {} if part is None or not self.sums_in_parts else {"part": part}
 
     def gated_matrix(
         self,
@@ -144,12 +146,6 @@ class CpuDevice(TorchDevice):
         if quantize is None or not issubclass(form, PackedWeight) or form.obstacle_of(weight):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
-
-    def add_norm(
-        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
-    ) -> Tensor:
-        """See Device."""
-        return add_norm(hidden, delta, multiplier, weight, eps)
 
     def attention(
         self,

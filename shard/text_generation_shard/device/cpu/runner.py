@@ -25,7 +25,7 @@ from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
 from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerWeights
 from text_generation_shard.device.forward import Angles, ForwardBatch
-from text_generation_shard.device.reference.linear import FloatTable
+from text_generation_shard.device.reference.matrices import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.sampling.sampler import (
     Allowed,

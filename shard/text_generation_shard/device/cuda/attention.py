@@ -1,21 +1,106 @@
 """Attention over the paged cache by our Triton kernels; prompts optionally by torch's
-FlashAttention."""
+FlashAttention-2 (`varlen_attn`). That does not read block tables, so keys and values are gathered
+first."""
 
-from itertools import pairwise
-from typing import NamedTuple
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from text_generation_shard.arrays import Upload, plain_upload
-from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
-from text_generation_shard.device.cuda.rows import HeadShape, Prompts, Rows
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Most splits in one launch over all rows; bounds the memory of the partial results.
 _MOST_SPLITS = 1 << 14
+
+
+MOST_TOKENS = 1 << 16
+"""Most tokens whose keys and values are gathered in a pass; bounds the memory."""
+
+# Least compute capability.
+_CAPABILITY = 80
+# Tile of one program of `gather`: tokens (one block) and features.
+_TILE, _PART = 16, 1024
+# torch 2.11 has grouped KV heads without this argument.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class HeadShape(NamedTuple):
+    """Shape and scale of a model's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # Scores are multiplied by `scale`.
+    scale: float
+
+
+class Rows(NamedTuple):
+    """Rows with one token each."""
+
+    # [R, width] and [R], int32; lens: tokens that each row sees, including its own.
+    tables: Tensor
+    lens: Tensor
+    longest_context: int
+    # [R] int32: index of each row's block table; None: its own.
+    owners: Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, upload: Upload, batch: ForwardBatch, tables: Tensor) -> Self:
+        """Each token of a pass as a row of its own, with the block table of the token's row."""
+        if batch.is_decode:
+            owners = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
+        else:
+            counts = np.diff(batch.cu_seqlens_q)
+            (owners,) = upload([np.repeat(np.arange(len(counts), dtype=np.int32), counts)])
+        lens = (batch.positions + 1).int()
+        return cls(tables, lens, max(batch.host_context_lens), owners)
+
+    def part(self, some: slice) -> Self:
+        """A slice of the rows."""
+        lens = self.lens[some]
+        if self.owners is None:
+            return self._replace(tables=self.tables[some], lens=lens)
+        return self._replace(lens=lens, owners=self.owners[some])
+
+
+class Prompts(NamedTuple):
+    """Rows with several tokens, one row after another."""
+
+    # See Rows.
+    tables: Tensor
+    lens: Tensor
+    # [R + 1] int32: offsets of each row's tokens, and of its keys if gathered.
+    starts: Tensor
+    key_starts: Tensor
+    # Number of all keys; most tokens and most keys of a row.
+    num_keys: int
+    longest: int
+    longest_context: int
+
+    @classmethod
+    def of(
+        cls,
+        upload: Upload,
+        tables: Tensor,
+        lens: Tensor,
+        contexts: Sequence[int],
+        counts: Sequence[int],
+    ) -> Self:
+        """From block tables and lens on the device, and lens (`contexts`) and token counts on the
+        host."""
+        both = [accumulate(values, initial=0) for values in (counts, contexts)]
+        own, keys = upload([np.fromiter(values, np.int32) for values in both])
+        return cls(tables, lens, own, keys, sum(contexts), max(counts), max(contexts))
 
 
 class TritonPlan(NamedTuple):
@@ -44,14 +129,14 @@ class TritonAttention:
         upload: Upload | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """capability: see `tiles`. takes_flash: compute prompts by `flash`, unless
+        """capability: see `tiles`. takes_flash: compute prompts by `attend_gathered`, unless
         `is_deterministic` (see Attention)."""
         self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
         self._takes_flash = takes_flash and not is_deterministic
         self.is_deterministic = is_deterministic
         self.name = "triton+varlen_attn" if self._takes_flash else "triton"
-        self.heaviest_keys = flash.MOST_TOKENS if self._takes_flash else None
+        self.heaviest_keys = MOST_TOKENS if self._takes_flash else None
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
         # Compile-time constants of both attention kernels.
@@ -114,15 +199,15 @@ class TritonAttention:
         self, heads: Tensor, keys: Tensor, values: Tensor, window: int, rows: Prompts
     ) -> Tensor:
         """Prompt tokens [T, …] → [T, num_heads * head_dim]."""
-        if self._takes_flash and rows.num_keys <= flash.MOST_TOKENS:
-            return flash.attend(self._shape, heads, keys, values, window, rows)
+        if self._takes_flash and rows.num_keys <= MOST_TOKENS:
+            return attend_gathered(self._shape, heads, keys, values, window, rows)
         out = heads.new_empty(len(heads), self._shape.num_heads * self._shape.head_dim)
-        tile = self._prefill_tile
+        tile, width = self._prefill_tile, rows.tables.shape[1]
+        given = heads, keys, values, rows.tables, rows.starts, rows.lens, out, width
         launch(
             prefill.attend_prompts,
             (-(-rows.longest // tile.queries), self._shape.num_heads, len(rows.lens)),
-            *(heads, keys, values, rows.tables, rows.starts, rows.lens),
-            *(out, rows.tables.shape[1]),
+            given,
             WINDOW=window,
             QUERIES=tile.queries,
             KEYS=tile.keys,
@@ -141,7 +226,7 @@ class TritonAttention:
         launch(
             pointwise.rotate_and_store,
             (len(heads),),
-            *(heads, plan.angles.table, plan.angles.rows, plan.slots, keys, values),
+            (heads, plan.angles.table, plan.angles.rows, plan.slots, keys, values),
             NUM_HEADS=own.num_heads,
             NUM_KV_HEADS=own.num_kv_heads,
             HEADS_PAD=triton.next_power_of_2(own.num_heads + own.num_kv_heads),
@@ -165,11 +250,11 @@ class TritonAttention:
             part, count = rows.part(some), len(heads[some])
             sums = heads.new_empty(count, splits, own.num_heads, dtype=torch.float32)
             parts = sums.new_empty(*sums.shape, own.head_dim)
+            given = heads[some], keys, values, part.tables, part.lens, part.owners, parts, sums
             launch(
                 decode.attend_split,
                 (count, own.num_kv_heads, splits),
-                *(heads[some], keys, values, part.tables, part.lens, part.owners),
-                *(parts, sums, part.tables.shape[1]),
+                (*given, part.tables.shape[1]),
                 WINDOW=window,
                 GROUP_PAD=max(16, triton.next_power_of_2(own.num_heads // own.num_kv_heads)),
                 TILE=tile.tile,
@@ -181,7 +266,7 @@ class TritonAttention:
             launch(
                 decode.merge_splits,
                 (count, own.num_heads),
-                *(parts, sums, part.lens, out[some], splits),
+                (parts, sums, part.lens, out[some], splits),
                 NUM_HEADS=own.num_heads,
                 HEAD_DIM=own.head_dim,
                 DIM_PAD=self._dim_pad,
@@ -189,3 +274,51 @@ class TritonAttention:
                 num_warps=1,
             )
         return out
+
+
+def suits_flash(shape: HeadShape, dtype: torch.dtype, capability: int) -> bool:
+    """Whether it supports heads of this shape."""
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and capability >= _CAPABILITY
+        and shape.head_dim <= 256
+        and shape.head_dim % 8 == 0
+    )
+
+
+def attend_gathered(
+    shape: HeadShape,
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    rows: Prompts,
+) -> Tensor:
+    """See `prefill.attend_prompts`, which has the same arguments. Returns [T, num_heads *
+    head_dim]."""
+    gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
+    width = shape.num_kv_heads * shape.head_dim
+    part = min(_PART, triton.next_power_of_2(width))
+    launch(
+        pointwise.gather,
+        (len(rows.lens), -(-rows.longest_context // _TILE), -(-width // part)),
+        (keys, values, rows.tables, rows.lens, rows.key_starts, *gathered, rows.tables.shape[1]),
+        WIDTH=width,
+        PART=part,
+        TILE=_TILE,
+    )
+    found = varlen_attn(
+        heads[:, : shape.num_heads],
+        gathered[0],
+        gathered[1],
+        rows.starts,
+        rows.key_starts,
+        rows.longest,
+        rows.longest_context,
+        scale=shape.scale,
+        # Visible tokens before the token itself; -1: all.
+        window_size=(window - 1, 0),
+        **_GROUPED,
+    )
+    assert isinstance(found, Tensor)
+    return found.flatten(1)

@@ -1,13 +1,16 @@
 """Opens an NVIDIA GPU. Imports GPU modules only if there is a GPU."""
 
 import logging
+import os
+import tempfile
+from pathlib import Path
 
 import torch
 
-from text_generation_shard.device.base import Device, DeviceOptions
-from text_generation_shard.device.cuda.cache import choose_directory
-from text_generation_shard.device.reference.device import DTYPES
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.reference.device import DTYPES, Device
 from text_generation_shard.errors import ModelError
+from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ def open_device(options: DeviceOptions) -> Device:
             )
         raise ModelError("--device cuda: torch finds no CUDA device; use --device cpu")
     choose_directory()
-    from text_generation_shard.device.cuda.gpu import CudaDevice
+    from text_generation_shard.device.cuda.operators import CudaDevice
 
     torch_device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability(torch_device)
@@ -74,3 +77,26 @@ def dtype_of(options: DeviceOptions, capability: int) -> torch.dtype:
         name,
     )
     return DTYPES[name]
+
+
+def choose_directory() -> None:
+    """Set TRITON_CACHE_DIR: the user's value, else the home directory. If that is not writable, or
+    other users can write to it, a temporary folder: Triton runs the code it reads there. Raises
+    OSError with a sentence if no folder is writable."""
+    path = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
+    if reason := _why_unusable(path):
+        other = temporary_folder("pytgi-triton")
+        logger.warning("compiled kernels are not cached in %s but in %s: %s", path, other, reason)
+        path = other
+    os.environ["TRITON_CACHE_DIR"] = str(path)
+
+
+def _why_unusable(path: Path) -> str:
+    if path.parts[0] == "~":
+        return "this user has no home directory"
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return why_untrusted(path)

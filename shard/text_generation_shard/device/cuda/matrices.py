@@ -4,18 +4,20 @@ Every quantized form has `obstacle_of(weight)`: why it can not store a weight (e
 constructor takes (weight, dtype of the activations, whether one tile serves every number of rows).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from text_generation_shard.device.base import ALL, Matrix
+from text_generation_shard.device.base import ALL
 from text_generation_shard.device.cuda.kernels import launch, pointwise, product, tiles
-from text_generation_shard.device.reference.linear import FloatMatrix
-from text_generation_shard.device.reference.quantized import (
+from text_generation_shard.device.reference.matrices import (
     GROUP,
+    FloatMatrix,
+    Int8Table,
+    dtype_name,
     parts_of,
     quantize_groups,
     quantize_rows,
@@ -24,41 +26,41 @@ from text_generation_shard.device.reference.quantized import (
 
 # Most values quantized at once: bounds the float32 copies, and is enough to occupy a GPU.
 _FITTED_NUMBERS = 2**22
-# Input rows are aligned for the widest loads; torch's fp8 product requires it too.
+# torch's fp8 product needs aligned rows.
 _STEP = 16
 
 
-@dataclass(frozen=True, slots=True)
 class Product:
-    """A weight [num_outputs, K] as `product.multiply` reads it."""
+    """A weight [num_outputs, K] as `product.multiply` reads it: see `Matrix`."""
 
-    # See `product.multiply`; `bits` per weight.
-    weight: Tensor
-    scales: Tensor | None
-    num_outputs: int
-    bits: int
-    # One tile serves every number of rows, so that a row's result does not depend on the others.
-    has_one_tile: bool
+    def __init__(
+        self,
+        weight: Tensor,
+        scales: Tensor | None,
+        num_outputs: int,
+        bits: int,
+        has_one_tile: bool,
+    ) -> None:
+        """weight, scales: see `product.multiply`; `bits` per weight. has_one_tile: one tile serves
+        every number of rows, so that a row's result does not depend on the others."""
+        self._weight, self._weight_scales = weight, scales
+        self._num_outputs, self._bits, self._has_one_tile = num_outputs, bits, has_one_tile
+        self.nbytes = weight.nbytes + (0 if scales is None else scales.nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """hidden [T, K] → [T, num_outputs], plus bias [num_outputs]."""
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
         hidden = hidden.contiguous()
         num_rows, num_inputs = hidden.shape
-        out = hidden.new_empty(num_rows, self.num_outputs)
+        out = hidden.new_empty(num_rows, self._num_outputs)
         is_float32 = hidden.dtype == torch.float32
-        tile = tiles.product_tile(self.bits, is_float32, None if self.has_one_tile else num_rows)
+        tile = tiles.product_tile(self._bits, is_float32, None if self._has_one_tile else num_rows)
         launch(
             product.multiply,
-            (-(-num_rows // tile.rows), -(-self.num_outputs // tile.outputs)),
-            *(hidden, self.weight, self.scales, bias, out, num_rows),
+            (-(-num_rows // tile.rows), -(-self._num_outputs // tile.outputs)),
+            (hidden, self._weight, self._weight_scales, bias, out, num_rows),
             NUM_INPUTS=num_inputs,
-            NUM_OUTPUTS=self.num_outputs,
-            IS_GROUPED=self.bits == 4,
+            NUM_OUTPUTS=self._num_outputs,
+            IS_GROUPED=self._bits == 4,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,
@@ -68,81 +70,48 @@ class Product:
         return out
 
 
-class OneTileMatrix(FloatMatrix):
+class OneTileMatrix(Product, FloatMatrix):
     """A float weight whose product with a row is bit for bit independent of the number of rows,
     which torch's operators do not guarantee."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight.contiguous())
-        bits = 8 * weight.dtype.itemsize
-        self._product = Product(self._weight, None, len(weight), bits, has_one_tile=True)
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        return self._product(hidden, bias)
+        bits, self.kind = 8 * weight.dtype.itemsize, dtype_name(weight.dtype)
+        super().__init__(weight.contiguous(), None, len(weight), bits, has_one_tile=True)
 
 
-class Int8Matrix:
-    """A weight quantized by `quantize_rows`: see `Matrix` and `EmbeddingTable`."""
-
-    kind = "int8"
+class Int8Matrix(Product, Int8Table):
+    """A weight quantized by `quantize_rows`: see `Int8Table`."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        has_one_tile: bool,
-        columns: slice = ALL,
+        self, weight: Tensor, dtype: torch.dtype, has_one_tile: bool, columns: slice = ALL
     ) -> None:
         """columns: see Device.matrix."""
-        shape = weight[:, columns].shape
+        shape, self._dtype = weight[:, columns].shape, dtype
         self._numbers = weight.new_empty(shape, dtype=torch.int8)
-        self._scales, first = weight.new_empty(len(weight), dtype=dtype), 0
-        for part in parts_of(weight, _FITTED_NUMBERS):
-            own = slice(first, first + len(part))
+        self._scales = weight.new_empty(len(weight), dtype=dtype)
+        for own, part in _slices_of(weight):
             self._numbers[own], self._scales[own] = quantize_rows(part, dtype, columns)
-            first = own.stop
-        self._product = Product(self._numbers, self._scales, len(weight), 8, has_one_tile)
-        self.nbytes = self._product.nbytes
-
-    @staticmethod
-    def obstacle_of(weight: Tensor) -> str:
-        """Why the weight can not be int8; empty when it can."""
-        if weight.shape[1] % _STEP:
-            return f"{weight.shape[1]} inputs are not a multiple of {_STEP}"
-        return ""
-
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        return self._product(hidden, bias)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """See EmbeddingTable."""
-        rows = self._numbers.index_select(0, ids).to(self._scales.dtype)
-        return rows.mul_(self._scales.index_select(0, ids)[:, None])
-
-    def as_matrix(self) -> tuple[Matrix, int]:
-        """See EmbeddingTable."""
-        return self, 0
+        super().__init__(self._numbers, self._scales, len(weight), 8, has_one_tile)
 
 
-class Int4Matrix:
+class Int4Matrix(Product):
     """A weight quantized by `quantize_groups`: see `Matrix`."""
 
     kind = "int4"
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, has_one_tile: bool) -> None:
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, has_one_tile: bool, columns: slice = ALL
+    ) -> None:
+        """columns: see Device.matrix."""
+        weight = weight[:, columns].contiguous()
         num_outputs, num_inputs = weight.shape
         num_blocks, half = -(-num_inputs // tiles.INT4_BLOCK), tiles.INT4_BLOCK // 2
-        self._packed = weight.new_empty(num_outputs, num_blocks, half, dtype=torch.uint8)
+        packed = weight.new_empty(num_outputs, num_blocks, half, dtype=torch.uint8)
         shape = num_outputs, num_blocks, half // GROUP, 2, 2
-        self._scales, first = weight.new_empty(shape, dtype=dtype), 0
-        for part in parts_of(weight, _FITTED_NUMBERS):
-            own = slice(first, first + len(part))
-            self._packed[own], self._scales[own] = _packed(*quantize_groups(part, dtype))
-            first = own.stop
-        self._product = Product(self._packed, self._scales, num_outputs, 4, has_one_tile)
-        self.nbytes = self._product.nbytes
+        scales = weight.new_empty(shape, dtype=dtype)
+        for own, part in _slices_of(weight):
+            packed[own], scales[own] = _packed(*quantize_groups(part, dtype))
+        super().__init__(packed, scales, num_outputs, 4, has_one_tile)
 
     @staticmethod
     def obstacle_of(weight: Tensor) -> str:
@@ -151,9 +120,13 @@ class Int4Matrix:
             return f"{weight.shape[1]} inputs are not a multiple of {GROUP}"
         return ""
 
-    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See Matrix."""
-        return self._product(hidden, bias)
+
+def _slices_of(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The parts of a weight to quantize, with their outputs."""
+    first = 0
+    for part in parts_of(weight, _FITTED_NUMBERS):
+        yield slice(first, first + len(part)), part
+        first += len(part)
 
 
 def _packed(numbers: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,11 +160,9 @@ class Float8Matrix:
         shape = weight[:, columns].shape
         self._numbers = weight.new_empty(shape, dtype=torch.float8_e4m3fn)
         # [1, N]: one scale per column of the right operand.
-        self._scales, first = weight.new_empty(1, len(weight), dtype=torch.float32), 0
-        for part in parts_of(weight, _FITTED_NUMBERS):
-            own = slice(first, first + len(part))
+        self._scales = weight.new_empty(1, len(weight), dtype=torch.float32)
+        for own, part in _slices_of(weight):
             self._numbers[own], self._scales[0, own] = quantize_rows_float8(part, columns)
-            first = own.stop
         self.nbytes = self._numbers.nbytes + self._scales.nbytes
 
     @staticmethod
@@ -226,7 +197,7 @@ def quantized_float8(hidden: Tensor) -> tuple[Tensor, Tensor]:
     launch(
         pointwise.quantize_rows,
         (num_rows,),
-        *(hidden, numbers, scales),
+        (hidden, numbers, scales),
         SIZE=size,
         SIZE_PAD=triton.next_power_of_2(size),
         num_warps=8 if size >= 4096 else 4,

@@ -1,36 +1,37 @@
-"""A device with our Triton kernels: attention, norms, gates, and quantized products."""
+"""A device with our Triton kernels: attention, norms, gates, and quantized products; and an NVIDIA
+GPU, with its memory, stream and collectives."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda import flash, sampler
-from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.graphs import Graphs
+from text_generation_shard.device.cuda import sampler
+from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention, suits_flash
+from text_generation_shard.device.cuda.collectives import NcclCollectives
+from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
-from text_generation_shard.device.cuda.matrices import (
-    FORMS,
-    Float8Matrix,
-    Int4Matrix,
-    Int8Matrix,
-    OneTileMatrix,
+from text_generation_shard.device.cuda.matrices import FORMS, OneTileMatrix
+from text_generation_shard.device.cuda.runner import (
+    CudaStream,
+    Stream,
+    StreamRunner,
+    SynchronousStream,
 )
-from text_generation_shard.device.cuda.rows import DeviceRows, HeadShape
-from text_generation_shard.device.cuda.runner import Stream, StreamRunner, SynchronousStream
+from text_generation_shard.device.cuda.staging import pinned_copies, pinned_upload
 from text_generation_shard.device.forward import Attention, Scoring
-from text_generation_shard.device.reference.device import (
-    QuantizedForm,
-    TorchDevice,
-)
-from text_generation_shard.device.reference.linear import FloatMatrix, GatedMatrix
+from text_generation_shard.device.reference.device import Device
+from text_generation_shard.device.reference.matrices import FloatMatrix
 from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.errors import ModelError
+from text_generation_shard.parallel import Collectives, Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,23 @@ logger = logging.getLogger(__name__)
 _GATE_TILE = 1024
 
 
-class TritonDevice(TorchDevice):
+def gate(activation: base.Activation, both: Tensor) -> Tensor:
+    """See `reference.matrices.gate`: one kernel."""
+    size = both.shape[1] // 2
+    out = both.new_empty(len(both), size)
+    tile = min(_GATE_TILE, triton.next_power_of_2(size))
+    launch(
+        pointwise.gate,
+        (len(both), -(-size // tile)),
+        (both, out),
+        SIZE=size,
+        TILE=tile,
+        ACTIVATION=activation.value,
+    )
+    return out
+
+
+class TritonDevice(Device):
     """See `Device`. Float and fp8 products are torch's; int8 and int4 products, and with
     --deterministic all products, are one Triton kernel. Norm, rotation and gate are one kernel
     each. With TRITON_INTERPRET=1 it also runs on CPU tensors."""
@@ -50,6 +67,7 @@ class TritonDevice(TorchDevice):
         {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     )
     stream: Stream = SynchronousStream()
+    _gate = staticmethod(gate)
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
@@ -59,37 +77,17 @@ class TritonDevice(TorchDevice):
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
 
-    def _forms_of(self, quantize: str | None) -> Sequence[QuantizedForm]:
+    def _forms_of(self, quantize: str | None) -> Sequence[Any]:
         return FORMS[quantize]
 
-    def matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        columns: slice = base.ALL,
-        part: int | None = None,
-    ) -> base.Matrix:
-        """See Device."""
-        rows = weight[:, columns]
-        kind = self.quantized_form((rows.shape[0], rows.shape[1]), quantize).kind
-        if kind is None:
-            make = OneTileMatrix if self.is_deterministic else FloatMatrix
-            return make(rows.to(self.dtype).contiguous())
-        given = self.dtype, self.is_deterministic
-        if kind == "int4":
-            return Int4Matrix(rows.contiguous(), *given)
-        by_row = Int8Matrix if kind == "int8" else Float8Matrix
-        return by_row(weight, *given, columns)
+    def _float_matrix(self, weight: Tensor, part: int | None) -> base.Matrix:
+        return (OneTileMatrix if self.is_deterministic else FloatMatrix)(weight)
 
-    def gated_matrix(
-        self,
-        weight: Tensor,
-        quantize: str | None,
-        activation: base.Activation,
-        has_bias: bool,
+    def _quantized_matrix(
+        self, form: Any, weight: Tensor, columns: slice, part: int | None
     ) -> base.Matrix:
-        """See Device."""
-        return GatedMatrix(self.matrix(weight, quantize), activation, gate)
+        matrix: base.Matrix = form(weight, self.dtype, self.is_deterministic, columns)
+        return matrix
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
@@ -99,7 +97,7 @@ class TritonDevice(TorchDevice):
         launch(
             pointwise.add_norm,
             (len(hidden),),
-            *(hidden, delta, weight, out, multiplier),
+            (hidden, delta, weight, out, multiplier),
             SIZE=size,
             SIZE_PAD=triton.next_power_of_2(size),
             EPS=eps,
@@ -123,7 +121,7 @@ class TritonDevice(TorchDevice):
                 )
             return super().attention(num_heads, num_kv_heads, head_dim, scale, scorings)
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
-        takes_flash = flash.suits(shape, self.dtype, self.capability)
+        takes_flash = suits_flash(shape, self.dtype, self.capability)
         found = TritonAttention(
             shape,
             self.torch_device,
@@ -155,18 +153,72 @@ def _num_warps(size: int) -> int:
     return 8 if size >= 4096 else 4 if size >= 128 else 1
 
 
-def gate(activation: base.Activation, both: Tensor) -> Tensor:
-    """See `reference.linear.gate`: one kernel."""
-    size = both.shape[1] // 2
-    out = both.new_empty(len(both), size)
-    tile = min(_GATE_TILE, triton.next_power_of_2(size))
-    launch(
-        pointwise.gate,
-        (len(both), -(-size // tile)),
-        both,
-        out,
-        SIZE=size,
-        TILE=tile,
-        ACTIVATION=activation.value,
-    )
-    return out
+class CudaDevice(TritonDevice):
+    """See `Device`."""
+
+    runs_behind = True
+
+    def __init__(
+        self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
+    ) -> None:
+        super().__init__(torch_device, dtype, options)
+        major, minor = torch.cuda.get_device_capability(torch_device)
+        self.capability = 10 * major + minor
+        self._is_quantized = options.quantize is not None
+        self.stream = CudaStream()
+        self.upload = pinned_upload(torch_device)
+
+    def check_room(self, nbytes: int, kind: str) -> None:
+        """See Device."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        if nbytes > free:
+            raise ModelError(
+                f"the weights take {nbytes / 1e9:.2f} GB in {kind}, and {free / 1e9:.2f} GB of the "
+                "GPU's memory are free; use a smaller --dtype or --quantize, a smaller model or a "
+                "larger GPU"
+            )
+
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
+        """See Device; there are no slots."""
+        return NcclCollectives.meet(rendezvous, self.torch_device)
+
+    def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
+        """See Device. A float matrix is loaded in its final dtype, so that the GPU never holds more
+        than the weights. A matrix to be quantized is loaded in the checkpoint's dtype, so that it
+        is rounded only once; until then it takes additional memory."""
+        return pinned_copies(self.torch_device, None if self._is_quantized else self.dtype)
+
+    def runner(self, model: base.Model) -> StreamRunner:
+        """See Device."""
+        found = super().runner(model)
+        # `free_bytes` reserves memory for the graphs.
+        self._graphs = found.graphs
+        return found
+
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
+        """See Device. Reserves the peak of the memory profile, and the memory of all graphs,
+        extrapolated from two."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        profile_memory()
+        held = torch.cuda.memory_allocated(self.torch_device)
+        peak = torch.cuda.max_memory_allocated(self.torch_device) - held
+        graphs = self._graphs.bytes_of_all(self._held)
+        free, total = self._free_and_total()
+        # 5 % reserve for fragmentation and allocations of libraries.
+        kept = (1.0 - self._memory_fraction * 0.95) * total
+        cache = max(0, int(free - peak - graphs - kept))
+        return base.MemoryBudget(cache, peak, graphs)
+
+    def release_memory(self) -> None:
+        """See Device."""
+        torch.cuda.empty_cache()
+
+    def _held(self) -> int:
+        """Bytes in use."""
+        free, total = self._free_and_total()
+        return total - free
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """Free and total bytes, after torch has released its cached memory."""
+        self.release_memory()
+        return torch.cuda.mem_get_info(self.torch_device)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
-from text_generation_shard.device.cuda.rows import DeviceRows
+from text_generation_shard.device.cuda.graphs import CudaRecorder, DeviceRows, Graphs, Recorder
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, TorchRunner, forward_batch
 from text_generation_shard.sampling.sampler import Choice, Sampler, Scores

@@ -63,7 +63,7 @@ def _restrict(upload: Upload, own: Tensor, allowed: Allowed) -> None:
     launch(
         scores.keep_allowed,
         (len(masks), -(-own.shape[1] // _TILE)),
-        *(own, places, masks, masks.shape[1], own.shape[1]),
+        (own, places, masks, masks.shape[1], own.shape[1]),
         TILE=_TILE,
     )
 
@@ -73,21 +73,23 @@ def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: To
     own_rows, own_lens = history.rows[rows], history.lens[rows]
     places, known, lens, prompt_lens = upload(
         [
-            *(rows, history.token_ids[own_rows, : int(own_lens.max())]),
-            *(own_lens, history.prompt_lens[own_rows]),
+            rows,
+            history.token_ids[own_rows, : int(own_lens.max())],
+            own_lens,
+            history.prompt_lens[own_rows],
         ]
     )
     counts = torch.zeros(len(rows), vocab, dtype=torch.int32, device=own.device)
     launch(
         scores.count_tokens,
         (len(rows), -(-known.shape[1] // _TILE)),
-        *(counts, known, lens, prompt_lens, known.shape[1], vocab),
+        (counts, known, lens, prompt_lens, known.shape[1], vocab),
         TILE=_TILE,
     )
     launch(
         scores.penalise,
         (len(rows), -(-vocab // _TILE)),
-        *(own, places, counts, columns.penalties, vocab),
+        (own, places, counts, columns.penalties, vocab),
         TILE=_TILE,
     )
 
@@ -97,7 +99,7 @@ def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
     launch(
         scores.add_biases,
         (-(-count // _BIASES),),
-        *(own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
+        (own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
         TILE=_BIASES,
     )
 
@@ -106,7 +108,7 @@ def _forbid(upload: Upload, own: Tensor, rows: Ints, token_ids: Ints) -> None:
     launch(
         scores.forbid,
         (len(rows),),
-        *(own, *upload([rows, token_ids]), len(token_ids), own.shape[1]),
+        (own, *upload([rows, token_ids]), len(token_ids), own.shape[1]),
         TILE=16,
     )
 
@@ -123,14 +125,14 @@ def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor
     launch(
         choice.summarise,
         (num_rows, num_parts),
-        *(own, best, index, total, vocab, num_parts),
+        (own, best, index, total, vocab, num_parts),
         PART=_PART,
         TILE=tile,
     )
     launch(
         choice.take_best,
         (num_rows,),
-        *(best, index, total, out, num_rows, vocab, num_parts),
+        (best, index, total, out, num_rows, vocab, num_parts),
         PARTS_PAD=triton.next_power_of_2(num_parts),
         num_warps=1,
     )
@@ -140,9 +142,17 @@ def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor
         launch(
             choice.draw,
             (count,),
-            *(own, columns.sampling_rows, columns.drawn, columns.seeds, lens),
-            own.new_empty(count, _CAPACITY, dtype=torch.int32),
-            *(out, num_rows, vocab),
+            (
+                own,
+                columns.sampling_rows,
+                columns.drawn,
+                columns.seeds,
+                lens,
+                own.new_empty(count, _CAPACITY, dtype=torch.int32),
+                out,
+                num_rows,
+                vocab,
+            ),
             CAPACITY=_CAPACITY,
             TILE=tile,
             FEW=min(_FEW, tile),

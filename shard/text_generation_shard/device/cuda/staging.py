@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Array, Upload
+from text_generation_shard.device.base import WeightCopies
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Buffer(Protocol):
         dtype. Later device operations of the loading thread see the result."""
 
 
-class StagedCopies:
+class StagedCopies(WeightCopies):
     """See `WeightCopies`. Owns its threads, and the buffers that they share.
 
     A thread reads a piece into the least recently used buffer, converted to the dtype of its

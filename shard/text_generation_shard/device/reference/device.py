@@ -1,8 +1,8 @@
-"""Any torch device, with torch's operators: the specification of the other devices."""
+"""The interface of a device, and its specification: torch's operators on any torch device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,40 +11,16 @@ from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.attention import TorchAttention
-from text_generation_shard.device.reference.linear import (
+from text_generation_shard.device.reference.matrices import (
     FloatMatrix,
     FloatTable,
     GatedMatrix,
     dtype_name,
+    gate,
 )
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import Collectives, Rendezvous
-
-
-class PlainCopies:
-    """See `WeightCopies`: copies and actions run at once, in the calling thread."""
-
-    matrix_dtype = None
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """See WeightCopies."""
-        target.copy_(source)
-
-    def then(self, action: Callable[[], None]) -> None:
-        """See WeightCopies."""
-        action()
-
-
-class QuantizedForm(Protocol):
-    """A form in which a device stores quantized weights."""
-
-    kind: str
-
-    @staticmethod
-    def obstacle_of(weight: Tensor) -> str:
-        """Why it can not store the weight; empty: it can."""
-
 
 # The reference is used in tests only; their caches fit into this.
 _REFERENCE_CACHE_BYTES = 2**28
@@ -52,39 +28,50 @@ _REFERENCE_CACHE_BYTES = 2**28
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def refuse_determinism(device: base.Device, what: str) -> ModelError:
+def refuse_determinism(name: str, what: str) -> ModelError:
     """The error for --deterministic with something that does not support it."""
     return ModelError(
-        f"--deterministic is not supported with {what} on {device.name}; remove one of them, or "
+        f"--deterministic is not supported with {what} on {name}; remove one of them, or "
         "use --device cpu with --dtype float32 or bfloat16"
     )
 
 
-class TorchDevice:
-    """See `Device`."""
+class Device:
+    """Hardware that computes one model. This class computes with torch's operators; others override
+    what they do in another way."""
 
+    # A row's results are bit for bit independent of the other rows.
     is_deterministic = False
+    # Sums over inputs that are split over ranks are computed in fixed parts, which a binary tree
+    # adds. The result has the same bits for every number of ranks, as long as each has whole parts.
     sums_in_parts = False
+    # Whether a step may be launched before the previous one has a result.
     runs_behind = False
+    # Whether a core is free for other processes while a step is computed.
     spares_core = True
+    # Cache blocks beyond those of requests; the padding of a pass is written there.
     num_spare_blocks = 0
+    # Value of --kv-cache-dtype → dtype of keys and values.
     cache_dtypes: Mapping[str, torch.dtype] = {}
-    """Value of --kv-cache-dtype → dtype of keys and values."""
+    _gate = staticmethod(gate)
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
     ) -> None:
+        """dtype: of activations."""
+        # As in /info (cpu, cuda, …).
         self.name = torch_device.type
         self.torch_device, self.dtype = torch_device, dtype
+        # Copies host arrays to device tensors. Later device operations see the values. The arrays
+        # must not change afterwards.
         self.upload: Upload = plain_upload(torch_device)
-        """See Device."""
+        # Dtype of cached keys and values.
         self.cache_dtype = self._cache_dtype_of(options)
-        """See Device."""
         self._memory_fraction = options.memory_fraction
         self._must_be_deterministic = options.deterministic
         if options.deterministic and not self.is_deterministic:
             kind = options.quantize and f"--quantize {options.quantize}"
-            raise refuse_determinism(self, kind or f"--dtype {dtype_name(dtype)}")
+            raise refuse_determinism(self.name, kind or f"--dtype {dtype_name(dtype)}")
 
     def _cache_dtype_of(self, options: base.DeviceOptions) -> torch.dtype:
         name = options.kv_cache_dtype
@@ -97,23 +84,33 @@ class TorchDevice:
         return self.cache_dtypes[name]
 
     def check_room(self, nbytes: int, kind: str) -> None:
-        """See Device: no check."""
+        """Raise ModelError if weights of `nbytes`, stored as `kind`, do not fit."""
 
     def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
-        """See Device: in the checkpoint's dtype, so that quantization rounds only once."""
-        return nullcontext(PlainCopies())
+        """The context in which weights are loaded. Leaving it without an error completes all copies
+        and actions. It releases all its threads and memory. Here matrices keep the checkpoint's
+        dtype, so that quantization rounds only once."""
+        return nullcontext(base.WeightCopies())
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device: the first of `_forms_of` that can store it."""
+        """How `matrix` stores a weight [N, K] of this shape: in the first of `_forms_of` that
+        can."""
+        form, obstacle = self._form_of(shape, quantize)
+        return base.Form(form and form.kind, obstacle)
+
+    def _form_of(self, shape: tuple[int, int], quantize: str | None) -> tuple[Any, str]:
+        """The class of a quantized weight, None for a float one; and see `Form.obstacle`."""
         obstacle, weight = "", torch.empty(shape, device="meta")
         for form in self._forms_of(quantize):
             if not (found := form.obstacle_of(weight)):
-                return base.Form(form.kind, obstacle)
+                return form, obstacle
             obstacle = obstacle or found
-        return base.Form(None, obstacle)
+        return None, obstacle
 
-    def _forms_of(self, quantize: str | None) -> Sequence[QuantizedForm]:
-        """The forms of a weight, best first, for a value of --quantize; here none."""
+    def _forms_of(self, quantize: str | None) -> Sequence[Any]:
+        """The quantized forms of a weight, best first, for a value of --quantize; here none. Each
+        is a class with its `kind`, and `obstacle_of(weight)`: why it can not store a weight (empty:
+        it can)."""
         return ()
 
     def matrix(
@@ -123,8 +120,24 @@ class TorchDevice:
         columns: slice = base.ALL,
         part: int | None = None,
     ) -> base.Matrix:
-        """See Device; nothing is quantized."""
-        return FloatMatrix(weight[:, columns].to(self.dtype).contiguous())
+        """A weight [N, K] of any dtype in the device's best form; quantize: int8, int4, fp8 or
+        None. Only `columns` are kept, with the quantized values of the whole weight. part: number
+        of inputs of a fixed part, used if `sums_in_parts`."""
+        rows = weight[:, columns]
+        form, _ = self._form_of((rows.shape[0], rows.shape[1]), quantize)
+        if form is None:
+            return self._float_matrix(rows.to(self.dtype).contiguous(), part)
+        return self._quantized_matrix(form, weight, columns, part)
+
+    def _float_matrix(self, weight: Tensor, part: int | None) -> base.Matrix:
+        """A weight of the dtype of activations."""
+        return FloatMatrix(weight)
+
+    def _quantized_matrix(
+        self, form: Any, weight: Tensor, columns: slice, part: int | None
+    ) -> base.Matrix:
+        """A weight in one of `_forms_of`."""
+        raise NotImplementedError
 
     def gated_matrix(
         self,
@@ -133,11 +146,12 @@ class TorchDevice:
         activation: base.Activation,
         has_bias: bool,
     ) -> base.Matrix:
-        """See Device."""
-        return GatedMatrix(self.matrix(weight, quantize), activation)
+        """`matrix` for a gated weight: outputs are gates, followed by the values they multiply."""
+        return GatedMatrix(self.matrix(weight, quantize), activation, self._gate)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device. int8 at least: with a tied head, the error of int4 is in the scores."""
+        """The token embedding table; int8 at least: with a tied head, the error of int4 is in the
+        scores."""
         quantize = None if quantize is None else "int8"
         if self.quantized_form((weight.shape[0], weight.shape[1]), quantize).kind == "int8":
             # A matrix of int8 is a table too.
@@ -147,7 +161,8 @@ class TorchDevice:
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
     ) -> Tensor:
-        """See Device. Makes one float32 copy; everything else is in place."""
+        """hidden [T, size] += delta * multiplier, in place. Returns hidden / rms(hidden) * weight;
+        weight [size] is float32; all are contiguous."""
         if delta is not None:
             hidden.add_(delta, alpha=multiplier)
         wide = hidden.to(torch.float32, copy=True)
@@ -163,7 +178,9 @@ class TorchDevice:
         scale: float,
         scorings: Sequence[Scoring | None] = (),
     ) -> Attention:
-        """See Device."""
+        """The best attention for this head shape; queries are multiplied by `scale`. scorings: of
+        each layer; empty: none has any. Raises ModelError if the device must be deterministic and
+        this attention is not."""
         return self._torch_attention(scale, scorings, "heads with capped scores or sinks")
 
     def _torch_attention(
@@ -171,7 +188,7 @@ class TorchDevice:
     ) -> TorchAttention:
         """Attention by torch. `what`: named by the error, if it must be deterministic."""
         if self._must_be_deterministic:
-            raise refuse_determinism(self, what)
+            raise refuse_determinism(self.name, what)
         self.is_deterministic = False
         return TorchAttention(scale, self._make_zeros, scorings)
 
@@ -181,19 +198,24 @@ class TorchDevice:
         )
 
     def runner(self, model: base.Model) -> base.Runner:
-        """See Device."""
+        """The runner for the steps of a loaded model."""
         return TorchRunner(EagerForward(model), self.upload, model.length_rule)
 
     def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
-        """See Device: a fixed size."""
+        """Memory for the KV cache. `profile_memory` runs the steps that take most memory;
+        `step_bytes` is an estimate of that memory. A device uses one of the two; here the cache has
+        a fixed size."""
         return base.MemoryBudget(_REFERENCE_CACHE_BYTES, step_bytes)
 
     def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
-        """See Device: these operators serve one rank."""
+        """Collective operations with the other ranks. All ranks call this at the same time; it
+        returns after a successful trial operation. slot_bytes: most bytes that a rank sends at
+        once; larger tensors are split. Raises ModelError if they are not available, as here;
+        RankError as Rendezvous does."""
         raise ModelError(f"{self.name} computes with one shard; use --num-shard 1")
 
     def release_memory(self) -> None:
-        """See Device: nothing is cached."""
+        """Release memory that is cached for later steps; called after a step ran out of memory."""
 
     def serve(self) -> None:
-        """See Device: nothing."""
+        """Start background work; called when the server begins to answer requests."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from text_generation_shard.device.base import Device
 from text_generation_shard.device.forward import (
     Angles,
     Attention,
@@ -25,6 +24,7 @@ from text_generation_shard.device.forward import (
     ForwardBatch,
     Scoring,
 )
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import UnsupportedError
 
 # Arguments that change nothing here. Another one that is not None would mean an attention that is

@@ -9,8 +9,8 @@ import logging
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import Device
 from text_generation_shard.device.forward import ForwardBatch, RowState
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.hugging_face.model import TransformersModel
 

@@ -25,7 +25,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from text_generation_shard.checkpoint.files import some
 from text_generation_shard.checkpoint.weights import open_tensors
-from text_generation_shard.device.base import Device, Matrix
+from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig, refused
 from text_generation_shard.models.hugging_face.products import (

@@ -13,13 +13,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from text_generation_shard.device.base import Device
 from text_generation_shard.device.forward import (
     Attention,
     CacheShape,
     ForwardBatch,
     RowState,
 )
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import UnsupportedError
 from text_generation_shard.models.hugging_face.attention import (
     Call,

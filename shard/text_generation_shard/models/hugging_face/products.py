@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from text_generation_shard.device.base import Activation, Device, Matrix
+from text_generation_shard.device.base import Activation, Matrix
+from text_generation_shard.device.reference.device import Device
 
 # Modules of one parent that multiply the same input, in most architectures.
 GATED = ("gate_proj", "up_proj")

@@ -15,8 +15,12 @@ from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise, tile
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.llvm import call
-from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
-from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.cpu.matrices import (
+    Int4Matrix,
+    Int8Matrix,
+    PackedInt4Matrix,
+    PackedInt8Matrix,
+)
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import TorchRotation
 from text_generation_shard.layers.rotary import RotaryEmbedding

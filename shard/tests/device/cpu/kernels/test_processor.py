@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Activation, DeviceOptions
-from text_generation_shard.device.cpu import device, linear
+from text_generation_shard.device.cpu import device
 from text_generation_shard.device.cpu.kernels import processor
 from text_generation_shard.device.cpu.kernels.linear import PackedWeight
+from text_generation_shard.device.cpu.matrices import OneDnnMatrix
 
 from shard.tests.driver import open_cpu
 from shard.tests.processors import (
@@ -120,7 +121,7 @@ def test_kernels_compute_the_same_as_on(told: Processor, work: Work) -> None:
 def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
     ours: float, torchs: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {PackedWeight: ours, linear.OneDnnMatrix: torchs}
+    times = {PackedWeight: ours, OneDnnMatrix: torchs}
     monkeypatch.setattr(device, "has_bfloat16_tiles", lambda: True)
     # One real measurement, with any result; torch's form needs at least AVX-512.
     runs_here = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -129,7 +130,7 @@ def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
     monkeypatch.setattr(device, "_milliseconds", times.__getitem__)
     for dtype, is_ours in (("bfloat16", ours < torchs), ("float32", True)):
         opened = open_cpu(dtype)
-        form = PackedWeight if is_ours else linear.OneDnnMatrix
+        form = PackedWeight if is_ours else OneDnnMatrix
         assert type(opened.matrix(torch.randn(32, 16), None)) is form
         assert opened.is_deterministic == is_ours
         weight, hidden = torch.randn(64, 64), torch.randn(3, 64).to(opened.dtype)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_generation_shard.device.cuda import attention
 from text_generation_shard.device.cuda import attention as own_attention
-from text_generation_shard.device.cuda import flash
-from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
@@ -132,12 +131,12 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
     row, answers = torch.randn(length, 8, 64).to(PLACE), []
     own = HeadShape(4, 2, 64, 0.125)
     reference = attention_on(str(PLACE), 0.125)
-    for attention in (reference, TritonAttention(own, PLACE, CAPABILITY)):
-        attention.allocate(shape, 16)
+    for each in (reference, TritonAttention(own, PLACE, CAPABILITY)):
+        each.allocate(shape, 16)
         for part in (length, count):
             batch = on_place([length], [part])
-            plan = attention.plan(batch, Angles(table, batch.positions))
-            found = attention.forward(row[-part:].clone(), 0, None, True, plan)
+            plan = each.plan(batch, Angles(table, batch.positions))
+            found = each.forward(row[-part:].clone(), 0, None, True, plan)
         answers.append(found)
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
 
@@ -230,21 +229,21 @@ def test_prompts_by_the_attention_of_torch(
     lengths: list[int], window: int | None, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_GPU:
-        monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
-    assert flash.suits(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, 80)
+        monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    assert attention.suits_flash(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, 80)
     check(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, lengths, window, takes_flash=True)
 
 
 def test_attention_that_torch_does_not_have_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what would take too much memory."""
     plain = HeadShape(4, 2, 64, 0.125)
-    assert not flash.suits(plain, torch.float32, 90)
-    assert not flash.suits(plain, torch.float16, 75)
-    assert not flash.suits(plain._replace(head_dim=320), torch.float16, 90)
+    assert not attention.suits_flash(plain, torch.float32, 90)
+    assert not attention.suits_flash(plain, torch.float16, 75)
+    assert not attention.suits_flash(plain._replace(head_dim=320), torch.float16, 90)
 
     def refuse(*_: object) -> Tensor:
         raise AssertionError("too much is gathered")
 
-    monkeypatch.setattr(flash, "MOST_TOKENS", 100)
-    monkeypatch.setattr(flash, "attend", refuse)
+    monkeypatch.setattr(attention, "MOST_TOKENS", 100)
+    monkeypatch.setattr(attention, "attend_gathered", refuse)
     check(plain, torch.bfloat16, MIXED, takes_flash=True)

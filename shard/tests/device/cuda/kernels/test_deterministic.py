@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from text_generation_shard.device.cuda import attention as own_attention
-from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from text_generation_shard.device.forward import CacheShape
 from torch import Tensor
 

@@ -14,7 +14,7 @@ from text_generation_shard.device.base import (
 from text_generation_shard.device.cuda import matrices
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
 from text_generation_shard.device.cuda.matrices import quantized_float8
-from text_generation_shard.device.reference.quantized import (
+from text_generation_shard.device.reference.matrices import (
     GROUP,
     quantize_groups,
     quantize_rows,
@@ -218,7 +218,7 @@ def test_one_tile_serves_every_number_of_rows(
     tile."""
     used: set[tuple[tuple[str, Any], ...]] = set()
 
-    def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+    def launch(kernel: Any, grid: Any, arguments: Any, **options: Any) -> None:
         used.add(tuple(options.items()))
 
     monkeypatch.setattr(matrices, "launch", launch)

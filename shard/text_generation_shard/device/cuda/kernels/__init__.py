@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: Sequence[int], arguments: Sequence[Any], **options: Any) -> None:
     """Launch a kernel. Kernels take all tensors as contiguous. All launches go through this
     function, so that tests can count them."""
     for given in arguments:

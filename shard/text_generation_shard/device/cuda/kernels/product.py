@@ -47,8 +47,16 @@ def multiply(
         at = output.to(tl.int64)[:, None] * NUM_BLOCKS
         for block in range(NUM_BLOCKS):
             total = _add_block(
-                *(total, hidden_ptr, weight_ptr, scales_ptr),
-                *(at + block, block * INPUTS, is_row, is_output, NUM_INPUTS, INPUTS),
+                total,
+                hidden_ptr,
+                weight_ptr,
+                scales_ptr,
+                at + block,
+                block * INPUTS,
+                is_row,
+                is_output,
+                NUM_INPUTS,
+                INPUTS,
             )
     else:
         weight_ptr += output.to(tl.int64)[:, None] * NUM_INPUTS

@@ -1,16 +1,19 @@
-"""int8 and int4 weights, multiplied by torch's packed kernels; used where our kernels are not
-(`linear`).
+"""Weights in the forms that the CPU multiplies.
 
-torch's kernels need bfloat16 activations. With other dtypes, and in int8 with many rows, the weight
-is dequantized, a part at a time, and multiplied as a float.
+Where our kernels are not used, torch's packed kernels multiply int8 and int4 weights. These need
+bfloat16 activations. With other dtypes, and in int8 with many rows, the weight is dequantized, a
+part at a time, and multiplied as a float.
 """
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import ALL, Matrix
-from text_generation_shard.device.reference.quantized import (
+from text_generation_shard.device.base import ALL
+from text_generation_shard.device.cpu.kernels.linear import GroupedWeight, PackedWeight
+from text_generation_shard.device.reference.matrices import (
     GROUP,
+    Int8Table,
+    dtype_name,
     parts_of,
     quantize_groups,
     quantize_rows,
@@ -20,62 +23,34 @@ from text_generation_shard.device.reference.quantized import (
 _FEW_ROWS_INT8 = 8
 # Most values dequantized at once: 8 MiB in bfloat16.
 _DEQUANTIZED_NUMBERS = 2**22
-# The int8 kernel reads whole vectors of inputs, also beyond the end of the matrix.
-_INT8_STEP = 16
 # The int4 kernel computes whole vectors of outputs.
 _INT4_STEP = 16
 
 
-class Int8Matrix:
-    """A weight [N, K] as int8 with one scale for each output: w ≈ scale · q.
+class Int8Matrix(Int8Table):
+    """See `Int8Table`."""
 
-    The error is at most half a scale, which is 1/254 of the largest value of the row.
-    """
-
-    kind = "int8"
-
-    def __init__(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        columns: slice = ALL,
-    ) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, columns: slice = ALL) -> None:
         """`dtype` of the activations; the scale is rounded to it before q is chosen. columns: see
         Device.matrix."""
         parts = [quantize_rows(part, dtype, columns) for part in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
-        self._numbers, self._scale = torch.cat(numbers), torch.cat(scales)
+        self._numbers, self._scales, self._dtype = torch.cat(numbers), torch.cat(scales), dtype
         self._few_rows = _FEW_ROWS_INT8 if dtype == torch.bfloat16 else 0
-        self.nbytes = self._numbers.nbytes + self._scale.nbytes
-
-    @staticmethod
-    def obstacle_of(weight: Tensor) -> str:
-        """Why the weight can not be int8; empty when it can."""
-        if weight.shape[1] % _INT8_STEP:
-            return f"{weight.shape[1]} inputs are not a multiple of {_INT8_STEP}"
-        return ""
+        self.nbytes = self._numbers.nbytes + self._scales.nbytes
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N]."""
         hidden = hidden.contiguous()
         if hidden.shape[0] <= self._few_rows:
-            out: Tensor = torch.ops.aten._weight_int8pack_mm(hidden, self._numbers, self._scale)
+            out: Tensor = torch.ops.aten._weight_int8pack_mm(hidden, self._numbers, self._scales)
         else:
             # Integers up to 127 are exact in every float dtype, so the scale can be applied last.
             outputs = max(1, _DEQUANTIZED_NUMBERS // hidden.shape[1])
             parts = torch.split(self._numbers, outputs)
             out = torch.cat([hidden @ part.to(hidden.dtype).t() for part in parts], dim=1)
-            out.mul_(self._scale)
+            out.mul_(self._scales)
         return out if bias is None else out.add_(bias)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of the matrix as floats: ids [T] → [T, K]."""
-        rows = self._numbers.index_select(0, ids).to(self._scale.dtype)
-        return rows.mul_(self._scale.index_select(0, ids)[:, None])
-
-    def as_matrix(self) -> tuple[Matrix, int]:
-        """See EmbeddingTable."""
-        return self, 0
 
 
 class Int4Matrix:
@@ -85,8 +60,9 @@ class Int4Matrix:
 
     kind = "int4"
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, columns: slice = ALL) -> None:
         """`dtype` of the activations; scale and zero are rounded to it before q is chosen."""
+        weight = weight[:, columns].contiguous()
         parts = [quantize_groups(part, dtype) for part in parts_of(weight)]
         numbers, scales, zeros = zip(*parts, strict=True)
         self._is_packed = dtype == torch.bfloat16
@@ -132,3 +108,58 @@ def _dequantized(numbers: Tensor, scale_zero: Tensor) -> Tensor:
     scale, zero = scale_zero.unsqueeze(2).unbind(-1)
     groups = numbers.view(len(numbers), -1, GROUP).to(scale.dtype)
     return torch.addcmul(zero, groups, scale).flatten(1)
+
+
+class OneDnnMatrix:
+    """A bfloat16 weight in oneDNN's layout; F.linear would convert it on every call."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.kind, self.nbytes = dtype_name(weight.dtype), weight.nbytes
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, bias, "none", [], "")
+        return out
+
+
+class PackedInt8Matrix(PackedWeight, Int8Table):
+    """`Int8Matrix` for bfloat16 rows: the kernels convert the values to bfloat16, exactly, for any
+    number of rows."""
+
+    kind = "int8"
+
+    def __init__(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        is_gated: bool = False,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> None:
+        """columns: see Device.matrix; `is_gated`, part: see PackedWeight."""
+        parts = [quantize_rows(rows, dtype, columns) for rows in parts_of(weight)]
+        numbers, scales = zip(*parts, strict=True)
+        self._scales = torch.cat(scales).float()
+        super().__init__(torch.cat(numbers), self._scales, is_gated, part)
+
+
+class PackedInt4Matrix(GroupedWeight):
+    """`Int4Matrix` for bfloat16 rows: the kernels look up the 16 values in a table."""
+
+    obstacle_of = staticmethod(Int4Matrix.obstacle_of)
+
+    def __init__(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        is_gated: bool = False,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> None:
+        """columns: see Device.matrix; `is_gated`, part: see PackedWeight."""
+        weight = weight[:, columns].contiguous()
+        parts = [quantize_groups(rows, dtype) for rows in parts_of(weight)]
+        numbers, scales, zeros = zip(*parts, strict=True)
+        small = torch.cat([rows.to(torch.int8) for rows in numbers])
+        super().__init__(small, torch.cat(scales), torch.cat(zeros), is_gated, part)
