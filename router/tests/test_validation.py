@@ -46,6 +46,7 @@ async def validate(validation: Validation, inputs: str = "ab", **asked: object) 
 REFUSED = [
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     ({"temperature": 0.0}, "`temperature` must be strictly positive"),
+    ({"temperature": 0.0, "best_of": 2}, "`temperature` must be strictly positive"),
     ({"repetition_penalty": math.nan}, "`repetition_penalty` must be strictly positive"),
     ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),

@@ -36,7 +36,8 @@ class Limits:
 def _complaints(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
     """What is wrong with the parameters, in the order in which TGI looks for it."""
     has_several = (asked.best_of or 1) > 1
-    if has_several and not any(asked.sampling.get(name) for name in (*DRAWING, "do_sample")):
+    draws = asked.sampling.get("do_sample") or any(name in asked.sampling for name in DRAWING)
+    if has_several and not draws:
         yield "you must use sampling when `best_of` is > 1"
     if asked.deterministic and not limits.is_deterministic:
         yield (
