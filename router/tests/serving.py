@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from text_generation_router.app import create_app, create_closed
-from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.chat.workers import TemplateWorkers
+from text_generation_router.chat.template import ChatTemplate, TemplateWorkers
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.connection import ConnectionLimits, Connections

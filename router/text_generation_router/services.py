@@ -15,8 +15,7 @@ from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARM
 
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
-from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.chat.workers import TemplateWorkers
+from text_generation_router.chat.template import ChatTemplate, TemplateWorkers
 from text_generation_router.client.recovery import Reconnection, WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult

@@ -6,7 +6,6 @@ from text_generation_router.chat.conversation import (
     joined,
     plain_messages,
     strict_form,
-    strict_form_without_system,
     with_instructions,
 )
 from text_generation_router.chat.format import FORMATS
@@ -86,7 +85,7 @@ def test_strict_form() -> None:
     short = tool["tool_call_id"]
     assert len(short) == 9 and short.isalnum() and calling["tool_calls"] == [{**call, "id": short}]
     assert nothing == said("assistant", "") and others == messages[-2:]
-    first, *_ = strict_form_without_system(messages)
+    first, *_ = strict_form(messages, has_system=False)
     assert first == said("user", "s\na\nt")
 
 

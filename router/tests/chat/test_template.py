@@ -11,7 +11,6 @@ from text_generation_router.chat.conversation import (
     fitted,
     plain_messages,
     strict_form,
-    strict_form_without_system,
 )
 from text_generation_router.chat.format import ToolSpec, detect_format
 from text_generation_router.chat.rendering import Renderer
@@ -125,7 +124,7 @@ def test_every_template_takes_a_strict_form(name: str, order: str) -> None:
     try:
         rendered = render(template, fitted(strict_form(messages), template))
     except TemplateError:
-        rendered = render(template, fitted(strict_form_without_system(messages), template))
+        rendered = render(template, fitted(strict_form(messages, has_system=False), template))
     for message in messages:
         assert message["content"].strip() in rendered
 

@@ -154,38 +154,26 @@ def joined(messages: Sequence[Message], *roles: str) -> list[Message]:
     return made
 
 
-def strict_form(messages: Sequence[Message]) -> list[Message]:
+def strict_form(messages: Sequence[Message], *, has_system: bool = True) -> list[Message]:
     """The messages as the strictest templates accept them, whose roles must alternate.
 
-    A system message that is not the first becomes the user's. Between a tool's result and the user
-    stands an empty answer. Messages of one role are one. Ids of calls have nine letters and digits.
+    A system message that is not the first, or any if not `has_system`, becomes the user's. Between
+    a tool's result and the user stands an empty answer. Messages of one role are one. Ids of calls
+    have nine letters and digits.
     """
     made: list[Message] = []
     for message in messages:
-        if message["role"] == "system" and made:
-            message = {**message, "role": "user"}
-        if message["role"] == "user" and made and made[-1]["role"] == "tool":
+        named = dict(message)
+        if named["role"] == "system" and (made or not has_system):
+            named["role"] = "user"
+        if named["role"] == "user" and made and made[-1]["role"] == "tool":
             made.append({"role": "assistant", "content": ""})
-        made.append(_with_short_ids(message))
+        if "tool_call_id" in named:
+            named["tool_call_id"] = _short_id(named["tool_call_id"])
+        if calls := named.get("tool_calls"):
+            named["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
+        made.append(named)
     return joined(made, "user", "assistant")
-
-
-def strict_form_without_system(messages: Sequence[Message]) -> list[Message]:
-    """The same for templates that refuse any system message: the user says it."""
-    first, *others = messages
-    if first["role"] == "system":
-        first = {**first, "role": "user"}
-    return strict_form([first, *others])
-
-
-def _with_short_ids(message: Message) -> Message:
-    named = dict(message)
-    if "tool_call_id" in named:
-        named["tool_call_id"] = _short_id(named["tool_call_id"])
-    if "tool_calls" in named:
-        calls = named["tool_calls"]
-        named["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
-    return named
 
 
 def _short_id(call_id: str) -> str:

@@ -17,7 +17,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from text_generation_router.chat.template import DEFAULT, MAX_BYTES, WITH_TOOLS
 from text_generation_router.errors import TemplateError
 
 MAX_CHARACTERS = 32_000_000
@@ -73,7 +72,7 @@ class Renderer:
         `default`. Raises TemplateError.
         """
         if name is None:
-            name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
+            name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if not continue_final_message:
             variables = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
             return self._rendered(name, messages, tools, variables)
@@ -114,7 +113,7 @@ class Renderer:
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or type(error).__name__) from error
         except MemoryError as error:
-            raise TemplateError(f"the template needs more than {MAX_BYTES >> 20} MiB") from error
+            raise TemplateError("the template needs more memory than it may use") from error
         except Exception as error:  # the template is a program: it can raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 

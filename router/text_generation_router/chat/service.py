@@ -16,7 +16,6 @@ from text_generation_router.chat.conversation import (
     fitted,
     plain_messages,
     strict_form,
-    strict_form_without_system,
     with_instructions,
 )
 from text_generation_router.chat.format import ChatFormat
@@ -28,7 +27,7 @@ from text_generation_router.chat.parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from text_generation_router.chat.workers import Job, TemplateWorkers
+from text_generation_router.chat.template import Job, TemplateWorkers
 from text_generation_router.errors import (
     GrammarError,
     NoTemplateError,
@@ -299,7 +298,7 @@ class ChatService:
 
 
 # Tried in this order after the messages as they are.
-_STRICT_FORMS = (strict_form, strict_form_without_system)
+_STRICT_FORMS = (strict_form, partial(strict_form, has_system=False))
 _BOTH = "`tools` and `response_format`"
 _REFUSED_LINE = re.compile(r"grammar is not valid: line (\d+): (.*)", re.S)
 _LINE = re.compile(r"(?<=^grammar is not valid: )line \d+: ")

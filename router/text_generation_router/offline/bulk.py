@@ -145,22 +145,20 @@ async def run_jobs(services: Services, jobs: Sequence[Job], tally: Tally) -> lis
 
 
 async def _run_one(services: Services, job: Job, tally: Tally) -> RequestOutput:
-    error: RouterError
     try:
         if isinstance(job.parameters, Conversation):
             found = await _chat(services.chat, job.prompt, job.parameters)
         else:
             found = await _text(services.infer, job.prompt, job.parameters, job.n)
-        tally.tokens += sum(len(one.tokens) for one in found.completions)
-        return found
     except UnicodeEncodeError as reason:
         error = ValidationError(f"the prompt is not Unicode text: {reason.reason}")
-    except RouterError as reason:
-        error = reason
-    finally:
-        tally.done += 1
-    tally.failed += 1
-    return RequestOutput(job.prompt, error=error)
+        found = RequestOutput(job.prompt, error=error)
+    except RouterError as error:
+        found = RequestOutput(job.prompt, error=error)
+    tally.tokens += sum(len(one.tokens) for one in found.completions)
+    tally.failed += found.error is not None
+    tally.done += 1
+    return found
 
 
 async def _text(infer: Infer, prompt: Any, parameters: GenerateParameters, n: int) -> RequestOutput:
