@@ -112,40 +112,33 @@ def parts_of(
 ) -> Iterator[Part]:
     """The parts of these rows of a pass, in order. One row is cut where its state is stored."""
     start, end = batch.cu_seqlens_q[rows[0]], batch.cu_seqlens_q[rows[0] + 1]
+    contexts = [batch.host_context_lens[row] for row in rows]
+    # Per part: its tokens in the whole pass, and the contexts of its rows.
+    parts: list[tuple[Sequence[int], list[int]]]
     if len(rows) > 1:
-        starts = [batch.cu_seqlens_q[row] for row in rows]
-        places = torch.tensor(starts, device=batch.slots.device)
-        yield _part(batch, rows, states, places, [batch.host_context_lens[row] for row in rows])
-        return
-    context = batch.host_context_lens[rows[0]]
-    cuts = [end - context + position for position, _ in states[0].stores]
-    for first, last in pairwise([start, *(cut for cut in cuts if cut < end), end]):
-        places = torch.arange(first, last, device=batch.slots.device)
-        yield _part(batch, rows, states, places, [context - end + last])
-
-
-def _part(
-    batch: ForwardBatch,
-    rows: Sequence[int],
-    states: Sequence[RowState],
-    places: Tensor,
-    contexts: Sequence[int],
-) -> Part:
+        parts = [([batch.cu_seqlens_q[row] for row in rows], contexts)]
+    else:
+        first = end - contexts[0]
+        cuts = [first + position for position, _ in states[0].stores]
+        bounds = pairwise([start, *(cut for cut in cuts if cut < end), end])
+        parts = [(range(begin, stop), [stop - first]) for begin, stop in bounds]
     which = torch.tensor(list(rows), device=batch.slots.device)
-    tokens_per_row = len(places) // len(rows)
-    own = ForwardBatch(
-        input_ids=batch.input_ids[places],
-        positions=batch.positions[places],
-        rope_lens=None,
-        slots=batch.slots[places],
-        block_tables=batch.block_tables[which],
-        context_lens=batch.context_lens.new_tensor(contexts),
-        cu_seqlens_q=tuple(range(0, len(places) + 1, tokens_per_row)),
-        host_context_lens=tuple(contexts),
-        logits_indices=None,
-        is_decode=tokens_per_row == 1,
-    )
-    return Part(own, list(states), places)
+    for tokens, lens in parts:
+        places = torch.tensor(list(tokens), device=batch.slots.device)
+        tokens_per_row = len(places) // len(rows)
+        own = ForwardBatch(
+            input_ids=batch.input_ids[places],
+            positions=batch.positions[places],
+            rope_lens=None,
+            slots=batch.slots[places],
+            block_tables=batch.block_tables[which],
+            context_lens=batch.context_lens.new_tensor(lens),
+            cu_seqlens_q=tuple(range(0, len(places) + 1, tokens_per_row)),
+            host_context_lens=tuple(lens),
+            logits_indices=None,
+            is_decode=tokens_per_row == 1,
+        )
+        yield Part(own, list(states), places)
 
 
 class RowStates:
