@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
-from inspect import isasyncgenfunction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelErr
 from text_generation_shard.models.registry import load_model, read_config
 from text_generation_shard.parallel import Rendezvous, World
 from text_generation_shard.sampling.table import Watermark
-from text_generation_shard.service import ShardService
+from text_generation_shard.service import Fail, ShardService
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
@@ -39,42 +38,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def guarded(service: ShardService, on_fatal: Callable[[], None]) -> Any:
-    """The calls of the service, whose exceptions become INTERNAL with the exception's text. Calls
-    `on_fatal` after an error that leaves the device unusable."""
+def guarded(service: ShardService, fail: Fail) -> Any:
+    """The calls of the service, whose exceptions go to `fail`; `Decode` passes its own there."""
 
     def guard(name: str) -> Callable[..., Any]:
-        call: Any = getattr(service, name)
-
         async def answer(request: Any, context: Any) -> Any:
             try:
-                return await call(request, context)
+                return await getattr(service, name)(request, context)
             except Exception as error:
                 await fail(name, error, context)
 
-        async def answers(requests: Any, context: Any) -> Any:
-            try:
-                async for response in call(requests, context):
-                    yield response
-            except Exception as error:
-                await fail(name, error, context)
-
-        return answers if isasyncgenfunction(call) else answer
-
-    async def fail(name: str, error: Exception, context: Any) -> None:
-        if isinstance(error, BatchError | ModelError | RankError):
-            # The router logs it as an error: one ERROR line per failure. A failed rank logs the
-            # reason itself, and `on_final` a final error.
-            if not (isinstance(error, RankError) and error.is_final):
-                logger.warning("%s: %s", name, error)
-        else:
-            logger.error("%s failed", name, exc_info=error)
-            if _is_fatal(error):
-                on_fatal()
-        await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
+        return answer
 
     names = pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name
-    return SimpleNamespace(**{name: guard(name) for name in names})
+    calls = {name: guard(name) for name in names} | {"Decode": service.Decode}
+    return SimpleNamespace(**calls)
+
+
+async def fail_call(
+    on_fatal: Callable[[], None], name: str, error: Exception, context: Any
+) -> None:
+    """End a call as INTERNAL with the exception's text. Calls `on_fatal` after an error that leaves
+    the device unusable."""
+    if isinstance(error, BatchError | ModelError | RankError):
+        # The router logs it as an error: one ERROR line per failure. A failed rank logs the reason
+        # itself, and `on_final` a final error.
+        if not (isinstance(error, RankError) and error.is_final):
+            logger.warning("%s: %s", name, error)
+    else:
+        logger.error("%s failed", name, exc_info=error)
+        if _is_fatal(error):
+            on_fatal()
+    await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
 
 
 def _is_fatal(error: Exception) -> bool:
@@ -204,10 +199,11 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, 0, "")
-    service = ShardService(engine, device_thread, config, on_final, tracing)
     on_fatal = partial(stop, 1, "the device can not go on after this error, the shard stops")
+    fail = partial(fail_call, on_fatal)
+    service = ShardService(engine, device_thread, config, on_final, tracing, fail)
     server = grpc.aio.server(options=_UNLIMITED)
-    pb_grpc.add_TextGenerationServiceServicer_to_server(guarded(service, on_fatal), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_TextGenerationServiceServicer_to_server(guarded(service, fail), server)  # type: ignore[no-untyped-call]
     if config.enable_reflection:
         # Lets tools like grpcurl list the calls.
         from grpc_reflection.v1alpha import reflection

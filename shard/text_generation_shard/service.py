@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +21,9 @@ from text_generation_shard.messages import Messages, deadline_of_ranks, digest
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
 
+
+Fail = Callable[[str, Exception, Any], Awaitable[None]]
+"""Ends the call of this name with an error; its context is the last argument."""
 
 # The fields of a StepResponse that every rank answers.
 _OF_ALL_RANKS = {"forward_ns", "decode_ns", "total_ns", "concat_ns", "digest"}
@@ -123,11 +126,12 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         config: ShardConfig,
         on_final: Callable[[RankError], None] = lambda error: None,
         tracing: "StepTracing | None" = None,
+        fail: Fail | None = None,
     ) -> None:
         """`device_thread` has one worker, which loaded the engine; `close` shuts it down.
-        `on_final`: see `Messages`."""
+        `on_final`: see `Messages`. fail: for errors of `Decode`; None: they are raised."""
         self._engine, self._batch = engine, Batch(engine)
-        self._config, self._tracing = config, tracing
+        self._config, self._tracing, self._fail = config, tracing, fail
         self._device_thread = device_thread
         self._messages = Messages(
             device_thread,
@@ -305,6 +309,10 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             while (step := await steps.get()) is not None:
                 yield await step
             await reader
+        except Exception as error:
+            if self._fail is None:
+                raise
+            await self._fail("Decode", error, context)
         finally:
             reader.cancel()
             while not steps.empty():
