@@ -259,5 +259,6 @@ def _choose_cores(environment: MutableMapping[str, str], rank: int, num_ranks: i
         if rank == 0:
             logger.warning(
                 "%d shards share %d cores, and wait for each other: use fewer shards",
-                *(num_ranks, len(allowed)),
+                num_ranks,
+                len(allowed),
             )

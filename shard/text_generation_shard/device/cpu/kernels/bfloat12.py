@@ -94,7 +94,7 @@ def add_exceptions(
             at, own = source + row * row_bytes, sums + row * SUMS_BYTES
             total = vector_code.load_sums(1, 1, own, 0)
             total = vector_code.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
-            vector_code.store_sums(total, own, 0)
+            vector_code.store_sums(total, 1, own, 0)
 
 
 @vector.inlined

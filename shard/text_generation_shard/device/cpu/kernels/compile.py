@@ -125,7 +125,8 @@ def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
         logger.warning(
             "compiled kernels can not be cached in %s: %s; every start compiles them again: make "
             "room there or set NUMBA_CACHE_DIR to another directory",
-            *(config.CACHE_DIR, error.strerror),
+            config.CACHE_DIR,
+            error.strerror,
         )
     # Last, because children of a process with kernel threads can not run kernels.
     numba.set_num_threads(num_threads)

@@ -102,7 +102,7 @@ def _tile(rows: int) -> Any:
                 llvm.load(llvm.SHORTS, block + _SCALES_AT + member * _SCALE_BYTES)
             )
             totals = vector_code.add_scaled(totals, scales, products)
-        vector_code.store_sums(totals, sums, SUMS_BYTES)
+        vector_code.store_sums(totals, 1, sums, SUMS_BYTES)
 
     return sized(multiply_blocks, rows, 1)
 

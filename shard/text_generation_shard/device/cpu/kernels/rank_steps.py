@@ -15,24 +15,10 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from text_generation_shard.device.cpu.kernels import exchange, llvm, vector
+from text_generation_shard.device.cpu.kernels import exchange, llvm, steps, vector
 from text_generation_shard.device.cpu.kernels.grouped import STEPS, sums_bytes
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, LANES, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, Product
-from text_generation_shard.device.cpu.kernels.steps import (
-    DOWN,
-    HEAD,
-    NORM_BEFORE_HEAD,
-    NUM_STEPS,
-    OUT,
-    WIDEN,
-    compute_step,
-    multiply,
-    note_product,
-    num_rows,
-    product_of,
-    write_step,
-)
 from text_generation_shard.device.cpu.kernels.thread_pool import may_store
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, STEP_BYTES
 
@@ -71,17 +57,17 @@ def write_phases(given: Any, phases: Any) -> None:
     if has_ranks:
         end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
     for layer in range(len(given.layers)):
-        for step in range(NUM_STEPS):
-            if has_ranks and step in (OUT, DOWN):
+        for step in range(steps.NUM_STEPS):
+            if has_ranks and step in (steps.OUT, steps.DOWN):
                 end, word = _write_operations(given, phases, end, word, layer, step)
             else:
-                end = write_step(given, phases, end, layer, step)
-    end = write_step(given, phases, end, last, np.int64(NORM_BEFORE_HEAD))
+                end = steps.write_step(given, phases, end, layer, step)
+    end = steps.write_step(given, phases, end, last, np.int64(steps.NORM_BEFORE_HEAD))
     if len(given.logits) and has_ranks:
-        end, word = _write_operations(given, phases, end, word, last, np.int64(HEAD))
+        end, word = _write_operations(given, phases, end, word, last, np.int64(steps.HEAD))
     elif len(given.logits):
-        for step in range(HEAD, WIDEN + 1):
-            end = write_step(given, phases, end, last, step)
+        for step in range(steps.HEAD, steps.WIDEN + 1):
+            end = steps.write_step(given, phases, end, last, step)
 
 
 @njit
@@ -91,11 +77,11 @@ def _write_operations(
     """Append the phases of a step with an exchange; returns the number of phases, and the word of
     the next operation."""
     this = given.passes[0]
-    rows = len(given.slots) if step == _EMBED else num_rows(given, layer, step)
+    rows = len(given.slots) if step == _EMBED else steps.num_rows(given, layer, step)
     row_bytes, take = this.hidden_size * 4, _TAKE_SUMS
     if step == _EMBED:
         row_bytes, take = this.hidden_size * llvm.itemsize(given.kind), _TAKE_VECTORS
-    elif step == HEAD:
+    elif step == steps.HEAD:
         row_bytes, take = this.vocab_size * llvm.itemsize(given.kind), _TAKE_SCORES
     chunk = this.slot_bytes // row_bytes
     for begin in range(0, rows, chunk):
@@ -105,7 +91,7 @@ def _write_operations(
             _note_operation(phase, step, layer, word, begin, count)
             phase.first, phase.items = first, count
             if step != _EMBED:
-                note_product(given, phase, _partial_product(given, phase))
+                steps.note_product(given, phase, _partial_product(given, phase))
             end += 1
         _note_operation(phases[end], _PUBLISH, layer, word, begin, count)
         phases[end].items = 1
@@ -125,9 +111,9 @@ def _note_operation(phase: Any, step: int, layer: int, word: int, begin: int, co
 @njit(inline="always")
 def _partial_product(given: Any, phase: Any) -> Product:
     """The product of an operation's rows; its output is this rank's slot."""
-    this, whole = given.passes[0], product_of(given, phase.layer, phase.step)
+    this, whole = given.passes[0], steps.product_of(given, phase.layer, phase.step)
     beside = whole.beside
-    if this.sum_groups and phase.step != HEAD:
+    if this.sum_groups and phase.step != steps.HEAD:
         beside += phase.begin * sums_bytes(whole.steps // STEPS)
     return Product(
         whole.weights,
@@ -139,7 +125,7 @@ def _partial_product(given: Any, phase: Any) -> Product:
         whole.num_outputs,
         whole.is_gated,
         whole.num_parts,
-        phase.step != HEAD,
+        phase.step != steps.HEAD,
     )
 
 
@@ -152,9 +138,9 @@ def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) ->
         if now.is_short:
             may_store(ticket)
     elif now.word == 0:
-        compute_step(given, now, item, ticket)
+        steps.compute_step(given, now, item, ticket)
     elif now.weights:
-        multiply(given, now, _partial_product(given, now), item, ticket)
+        steps.multiply(given, now, _partial_product(given, now), item, ticket)
     elif now.step == _EMBED:
         _embed(given, now, item)
     elif now.step == _PUBLISH:

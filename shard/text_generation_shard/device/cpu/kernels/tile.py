@@ -169,7 +169,7 @@ def tile(rows: int, columns: int) -> Any:
             where = step * step_bytes, steps * step_bytes * columns, is_ahead
             at = inputs + step * STEP_BYTES
             totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
-        vector_code.store_sums(totals, sums, sums_stride)
+        vector_code.store_sums(totals, columns, sums, sums_stride)
 
     return sized(multiply_tile, rows, columns)
 
@@ -202,7 +202,7 @@ def paged_tile(rows: int, columns: int) -> Any:
             for step in range(0, pages.steps, _steps_at_once(kind)):
                 where, at = (step * bytes_per_step(kind), 0, False), first + step * STEP_BYTES
                 totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
-        vector_code.store_sums(totals, sums, sums_stride)
+        vector_code.store_sums(totals, columns, sums, sums_stride)
 
     return sized(add_pages, rows, columns)
 

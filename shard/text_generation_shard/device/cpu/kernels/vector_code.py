@@ -6,7 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic
 
 from text_generation_shard.device.cpu.kernels import llvm, processor
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INT32, INT64, INTS, VECTOR_BYTES
@@ -23,18 +23,6 @@ class _BFloat(ir.Type):
 
     def __hash__(self) -> int:
         return hash(_BFloat)
-
-
-class Sums(types.Type):
-    """The sums of a tile: a grid of vectors of 16 float32 in registers."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.code = ir.ArrayType(FLOATS.code, rows * columns)
-        super().__init__(f"sums({rows} x {columns})")
-
-
-register_model(Sums)(llvm.CodeModel)
 
 
 @llvm.instruction(lambda total, left, right: total)
@@ -205,40 +193,49 @@ def _add_floats(builder: Any, total: Any, left: Any, right: Any) -> Any:
     return _fma(builder, FLOATS, total, left, right)
 
 
-@llvm.instruction(lambda rows, columns: Sums(rows.literal_value, columns.literal_value))
+def _sums(rows: Any, columns: Any, *_: Any) -> Any:
+    """The type of the sums of a tile: vectors of 16 float32, which stay in registers, row by row.
+    rows and columns: literals."""
+    return types.UniTuple(FLOATS, rows.literal_value * columns.literal_value)
+
+
+@llvm.instruction(_sums)
 def no_sums(builder: Any, kinds: Any, rows: Any, columns: Any) -> Any:
-    """Zero sums; rows and columns: literals."""
-    return ir.Constant(kinds.return_type.code, None)
+    """Zero sums."""
+    return ir.Constant(ir.ArrayType(FLOATS.code, kinds.return_type.count), None)
 
 
-def _grid(builder: Any, sums: Sums, address: Any, stride: Any) -> list[Any]:
-    """Pointers to the vectors of sums, in rows of `stride` bytes."""
-    rows = (builder.mul(stride, INT64(row)) for row in range(sums.rows))
-    starts = [builder.add(address, row) for row in rows]
-    return [
-        llvm.pointer_to(builder, builder.add(start, INT64(column * VECTOR_BYTES)), FLOATS.code)
-        for start in starts
-        for column in range(sums.columns)
-    ]
+def _grid(builder: Any, columns: Any, count: int, address: Any, stride: Any) -> list[Any]:
+    """Pointers to `count` vectors of sums, in rows of `stride` bytes and of a literal number of
+    columns."""
+    found = []
+    for index in range(count):
+        row, column = divmod(index, columns.literal_value)
+        start = builder.add(address, builder.mul(stride, INT64(row)))
+        at = builder.add(start, INT64(column * VECTOR_BYTES))
+        found.append(llvm.pointer_to(builder, at, FLOATS.code))
+    return found
 
 
-@llvm.instruction(lambda rows, columns, *_: Sums(rows.literal_value, columns.literal_value))
+@llvm.instruction(_sums)
 def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, stride: Any) -> Any:
-    """Load sums in rows of `stride` bytes; rows and columns: literals."""
-    sums = kinds.return_type
-    pointers = _grid(builder, sums, address, stride)
-    return _joined(builder, sums, [builder.load(pointer, align=4) for pointer in pointers])
+    """Load sums in rows of `stride` bytes."""
+    pointers = _grid(builder, kinds.args[1], kinds.return_type.count, address, stride)
+    return _joined(builder, [builder.load(pointer, align=4) for pointer in pointers])
 
 
 @llvm.instruction(types.void)
-def store_sums(builder: Any, kinds: Any, sums: Any, address: Any, stride: Any) -> None:
-    """Store sums in rows of `stride` bytes."""
-    for index, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
+def store_sums(
+    builder: Any, kinds: Any, sums: Any, columns: Any, address: Any, stride: Any
+) -> None:
+    """Store sums of a literal number of columns in rows of `stride` bytes."""
+    pointers = _grid(builder, kinds.args[1], kinds.args[0].count, address, stride)
+    for index, pointer in enumerate(pointers):
         builder.store(builder.extract_value(sums, index), pointer, align=4)
 
 
-def _joined(builder: Any, kind: Sums, vectors: list[Any]) -> Any:
-    value = ir.Constant(kind.code, ir.Undefined)
+def _joined(builder: Any, vectors: list[Any]) -> Any:
+    value = ir.Constant(ir.ArrayType(FLOATS.code, len(vectors)), ir.Undefined)
     for index, vector in enumerate(vectors):
         value = builder.insert_value(value, vector, index)
     return value
@@ -267,20 +264,20 @@ def add_steps(
         more = cgutils.unpack_tuple(builder, values[4], len(others))
         vectors = [
             cgutils.unpack_tuple(builder, apply(builder, [values[0], start, *more]))
-            for start in cgutils.unpack_tuple(builder, values[3], sums.columns)
+            for start in cgutils.unpack_tuple(builder, values[3], columns.count)
         ]
-        indices = range(sums.rows * sums.columns)
-        totals = [builder.extract_value(values[1], index) for index in indices]
+        totals = cgutils.unpack_tuple(builder, values[1], sums.count)
         rows = [
-            builder.add(values[5], builder.mul(values[6], INT64(row))) for row in range(sums.rows)
+            builder.add(values[5], builder.mul(values[6], INT64(row)))
+            for row in range(sums.count // columns.count)
         ]
         for step in range(one.return_type.count):
             for row, start in enumerate(rows):
                 at = llvm.pointer_to(builder, builder.add(start, INT64(4 * step)), INT32)
                 value = llvm.fill(builder, INTS, builder.load(at, align=4))
-                for index, column in enumerate(vectors, row * sums.columns):
+                for index, column in enumerate(vectors, row * columns.count):
                     totals[index] = multiply(builder, totals[index], column[step], value)
-        return _joined(builder, sums, totals)
+        return _joined(builder, totals)
 
     return sums(kind, sums, unpack, columns, others, types.int64, types.int64), generate
 
@@ -288,12 +285,12 @@ def add_steps(
 @llvm.instruction(lambda totals, factor, sums: totals)
 def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) -> Any:
     """totals + factor * sums, each rounded once."""
-    kind = kinds.return_type
-    pairs = (
-        (builder.extract_value(totals, index), builder.extract_value(sums, index))
-        for index in range(kind.rows * kind.columns)
+    lefts, rights = (
+        cgutils.unpack_tuple(builder, both, kinds.return_type.count) for both in (totals, sums)
     )
-    return _joined(builder, kind, [_fma(builder, FLOATS, *pair, factor) for pair in pairs])
+    pairs = zip(lefts, rights, strict=True)
+    found = [_fma(builder, FLOATS, total, own, factor) for total, own in pairs]
+    return _joined(builder, found)
 
 
 @intrinsic(prefer_literal=True)
