@@ -1,6 +1,7 @@
 """Errors a client can see. Status codes and `error_type` words are TGI's."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 # The time until silent shards, or another server, answer is not known: often enough for a person.
@@ -54,6 +55,7 @@ class ValidationError(BadRequestError):
     prefix = "Input validation error: "
 
 
+@dataclass(eq=False, kw_only=True)
 class ContextLengthError(ValidationError):
     """The prompt, or the prompt with its answer, exceeds the context length.
 
@@ -61,27 +63,21 @@ class ContextLengthError(ValidationError):
     `str` is TGI's.
     """
 
-    def __init__(
-        self,
-        *,
-        num_prompt_tokens: int,
-        max_new_tokens: int,
-        max_input_tokens: int,
-        max_total_tokens: int,
-        is_least: bool = False,
-    ) -> None:
-        """max_new_tokens: 0 if nothing follows the prompt. is_least: the prompt was not tokenized,
-        and has this many tokens or more."""
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_new_tokens = max_new_tokens
-        self.max_input_tokens = max_input_tokens
-        self.max_total_tokens = max_total_tokens
-        given = f"at least {num_prompt_tokens}" if is_least else str(num_prompt_tokens)
-        super().__init__(
-            f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}. "
-            f"Given: {given} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
-            if self.is_total_exceeded
-            else f"`inputs` must have less than {max_input_tokens} tokens. Given: {given}"
+    num_prompt_tokens: int
+    max_new_tokens: int
+    """0 if nothing follows the prompt."""
+    max_input_tokens: int
+    max_total_tokens: int
+    is_least: bool = False
+    """The prompt was not tokenized, and has this many tokens or more."""
+
+    def __str__(self) -> str:
+        given = f"at least {self.num_prompt_tokens}" if self.is_least else self.num_prompt_tokens
+        if not self.is_total_exceeded:
+            return f"`inputs` must have less than {self.max_input_tokens} tokens. Given: {given}"
+        return (
+            f"`inputs` tokens + `max_new_tokens` must be <= {self.max_total_tokens}. "
+            f"Given: {given} `inputs` tokens and {self.max_new_tokens} `max_new_tokens`"
         )
 
     @property

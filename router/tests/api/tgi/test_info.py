@@ -70,8 +70,12 @@ async def test_a_model_with_states_drafts_nothing_and_says_so(
     plain = assemble_scripted(tmp_path, speculate=3)
     assert plain.scheduler_limits.num_snapshots is None and not caplog.messages
     services = assemble(
-        *(plain.config, plain.shards, plain.tokenizer, replace(plain.info, keeps_state=True)),
-        *(WarmupResult(1024, 100, 200, 0, 0, num_snapshots=num_snapshots), plain.templates),
+        plain.config,
+        plain.shards,
+        plain.tokenizer,
+        replace(plain.info, keeps_state=True),
+        WarmupResult(1024, 100, 200, 0, 0, num_snapshots=num_snapshots),
+        plain.templates,
     )
     limits = services.scheduler_limits
     assert (limits.num_snapshots, limits.speculate) == (num_snapshots, 0)

@@ -119,10 +119,7 @@ class ChoiceWriter(stream.ChoiceWriter):
         }
 
     def _end(self) -> Json:
-        """Why the choice, which has ended, did."""
-        assert self.made.ending is not None
-        otherwise = "tool_calls" if self.generation.has_tool_calls else "stop"
-        return self.ended(self.made.ending.generated, otherwise)
+        return self.ended("tool_calls" if self.generation.has_tool_calls else "stop")
 
 
 def _delta(event: ChatEvent) -> Json:

@@ -27,7 +27,6 @@ from text_generation_router.api.routes import ServicesDependency, events, post_r
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.request import (
     FinishReason,
-    GeneratedText,
     GenerateResult,
     TokenOutput,
 )
@@ -39,7 +38,6 @@ from text_generation_router.validation import GenerateParameters
 PATH = "/v1/completions"
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
-_UNENDED = {"finish_reason": None}
 
 router = post_router("OpenAI", OPENAI_ERRORS)
 
@@ -193,7 +191,7 @@ class _ChoiceWriter(stream.ChoiceWriter):
             prompt = _prompt_tokens(self._prompt, result, self.tokenizer) if body.echo else []
             self._offset -= sum(len(scored.text) for scored in prompt)
             logprobs = self._logprobs(prompt, self._answer_tokens(result, text))
-        choice = self._choice(text, logprobs, generated)
+        choice = self._choice(text, logprobs, is_last=True)
         if body.return_token_ids:
             shown = () if body.max_tokens == 0 else result.tokens
             choice["token_ids"] = [token.id for token in shown]
@@ -219,19 +217,17 @@ class _ChoiceWriter(stream.ChoiceWriter):
                     self._offset += sum(len(one.text) for one in scored)
                 chunks.append(self.chunk(self._choice(text, logprobs)))
             if output.generated is not None:
-                chunks.append(self.chunk(self._choice("", None, output.generated)))
+                chunks.append(self.chunk(self._choice("", None, is_last=True)))
         return chunks
 
-    def _choice(
-        self, text: str, logprobs: Json | None, generated: GeneratedText | None = None
-    ) -> Json:
-        """The next text; `generated` if it is the last. The first has the ids of the prompt."""
+    def _choice(self, text: str, logprobs: Json | None, is_last: bool = False) -> Json:
+        """The next text. The first has the ids of the prompt."""
         echoed, self._echoed = self._echoed, ""
         choice: Json = {
             "text": echoed + text,
             "index": self.index,
             "logprobs": logprobs,
-            **(_UNENDED if generated is None else self.ended(generated)),
+            **(self.ended() if is_last else {"finish_reason": None}),
         }
         if self._prompt_ids is not None:
             choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None

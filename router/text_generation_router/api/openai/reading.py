@@ -28,7 +28,7 @@ from text_generation_router.fields import Body, CacheSalt, Items, Refused, optio
 from text_generation_router.infer import MOST_PROMPTS
 from text_generation_router.pooling import vector_of
 from text_generation_router.request import PromptResult
-from text_generation_router.reranker import NotARerankerError, Reranker, score
+from text_generation_router.reranker import NotARerankerError, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -297,32 +297,30 @@ async def _scored(
     if isinstance(reranker, str):
         raise NotARerankerError(reranker)
     services.metrics.request_count.inc()
-    asked = [partial(_asked, reranker, body, *pair, services) for pair in pairs]
-    results = await services.infer.read_prompts(asked, services.options)
+    longest, most = services.limits.max_input_tokens, body.truncate_prompt_tokens
+
+    async def asked(query: str, document: str) -> GenerateParameters:
+        text, ids = "", None
+        if most is None:
+            text = reranker.prompt(query, document, body.instruction)
+        else:
+            room = longest if most == -1 else min(most, longest)
+            ids = await reranker.cut_prompt(
+                services.tokenizer, query, document, body.instruction, most_tokens=room
+            )
+        return GenerateParameters(
+            inputs=text,
+            input_ids=ids,
+            add_special_tokens=False,
+            max_new_tokens=1,
+            score_token_ids=reranker.answer_ids,
+            cache_salt=body.cache_salt,
+        )
+
+    prompts = [partial(asked, query, document) for query, document in pairs]
+    results = await services.infer.read_prompts(prompts, services.options)
     if not all(result.prefill.scores for result in results):
         raise GenerationError("the shards have given no scores")
     characters = sum(len(query) + len(document) for query, document in pairs)
     scores = [score(result.prefill.scores, body.use_activation is False) for result in results]
     return scores, *_costs(results, characters, services)
-
-
-async def _asked(
-    reranker: Reranker, body: ScoringBody, query: str, document: str, services: Services
-) -> GenerateParameters:
-    ids, text, most = None, "", body.truncate_prompt_tokens
-    if most is None:
-        text = reranker.prompt(query, document, body.instruction)
-    else:
-        longest = services.limits.max_input_tokens
-        most = longest if most == -1 else min(most, longest)
-        ids = await reranker.cut_prompt(
-            services.tokenizer, query, document, body.instruction, most_tokens=most
-        )
-    return GenerateParameters(
-        inputs=text,
-        input_ids=ids,
-        add_special_tokens=False,
-        max_new_tokens=1,
-        score_token_ids=reranker.answer_ids,
-        cache_salt=body.cache_salt,
-    )

@@ -22,7 +22,6 @@ from text_generation_router.config import VERSION
 from text_generation_router.request import (
     Ending,
     FinishReason,
-    GeneratedText,
     GenerateResult,
     TokenOutput,
 )
@@ -125,8 +124,11 @@ class ChoiceWriter(ABC):
             choice["token_ids"], self._new_ids = self._new_ids, []
         return self.told({"choices": [choice]})
 
-    def ended(self, generated: GeneratedText, otherwise: str = "stop") -> Json:
-        """Why the choice ended, in OpenAI's words; `otherwise` than by its length."""
+    def ended(self, otherwise: str = "stop") -> Json:
+        """Why the choice, which has ended, did, in OpenAI's words; `otherwise` than by its
+        length."""
+        assert self.made.ending is not None
+        generated = self.made.ending.generated
         is_full = generated.finish_reason is FinishReason.LENGTH
         end: Json = {"finish_reason": "length" if is_full else otherwise}
         if self.body.tells_stop_reason:

@@ -2,6 +2,7 @@
 which read the state and call no shard."""
 
 import asyncio
+from dataclasses import fields
 from typing import Any
 
 import orjson
@@ -134,37 +135,27 @@ async def health(services: ServicesDependency) -> Response:
 )
 async def get_model_info(services: ServicesDependency) -> Response:
     """What this server is and what it allows."""
-    config, limits, shard = services.config, services.limits, services.info
-    scheduler = services.scheduler_limits
-    answer = InfoResponse(
-        model_id=config.served_model_id,
-        model_sha=config.revision,
-        model_pipeline_tag=None,
-        max_concurrent_requests=config.max_concurrent_requests,
-        max_best_of=config.max_best_of,
-        max_stop_sequences=config.max_stop_sequences,
-        max_input_tokens=limits.max_input_tokens,
-        max_total_tokens=limits.max_total_tokens,
-        validation_workers=config.validation_workers,
-        max_client_batch_size=config.max_client_batch_size,
-        router="text-generation-router",
-        version=VERSION,
-        sha=None,
-        docker_label=None,
-        max_batch_total_tokens=scheduler.max_batch_total_tokens,
-        max_batch_prefill_tokens=scheduler.max_batch_prefill_tokens,
-        max_batch_size=scheduler.max_batch_size,
-        waiting_served_ratio=scheduler.waiting_served_ratio,
-        max_waiting_tokens=scheduler.max_waiting_tokens,
-        model_dtype=shard.dtype,
-        model_device_type=shard.device_type,
-        model_vocab_size=shard.vocab_size,
-        num_shard=shard.world_size,
-        block_size=scheduler.block_size,
-        num_blocks=scheduler.num_blocks,
-        attention_impl=shard.attention_impl,
-        features=features(services),
-    )
+    config, shard = services.config, services.info
+    # Most fields are called as there.
+    known: dict[str, Any] = {}
+    for source in (config, services.limits, services.scheduler_limits):
+        known |= {field.name: getattr(source, field.name) for field in fields(source)}
+    known |= {
+        "model_id": config.served_model_id,
+        "model_sha": config.revision,
+        "model_pipeline_tag": None,
+        "router": "text-generation-router",
+        "version": VERSION,
+        "sha": None,
+        "docker_label": None,
+        "model_dtype": shard.dtype,
+        "model_device_type": shard.device_type,
+        "model_vocab_size": shard.vocab_size,
+        "num_shard": shard.world_size,
+        "attention_impl": shard.attention_impl,
+        "features": features(services),
+    }
+    answer = InfoResponse(**known)
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
