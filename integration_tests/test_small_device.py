@@ -1,4 +1,5 @@
-"""A device of sixty lines, which knows the protocol alone, serves through the real launcher."""
+"""A device of sixty lines, which knows the protocol and one runner alone, serves through the real
+launcher."""
 
 import ast
 import os
@@ -19,12 +20,13 @@ text_generation_shard.device.DEVICES["cpu"] = "integration_tests.small_device"
 """
 
 
-def test_it_is_small_and_imports_the_protocol_and_the_sampler_alone() -> None:
+def test_it_is_small_and_imports_the_protocol_and_the_reference_runner_alone() -> None:
     text = SOURCE.read_text(encoding="utf-8")
     assert len([line for line in text.splitlines() if line.strip()]) <= 61
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     ours = [node.module for node in imports if str(node.module).startswith("text_generation")]
-    assert ours == [f"text_generation_shard.{name}" for name in ("device.base", "sampling.sampler")]
+    names = "device.base", "device.reference.runner"
+    assert ours == [f"text_generation_shard.{name}" for name in names]
 
 
 @pytest.mark.parametrize(
