@@ -3,7 +3,7 @@ launches each step before the result of the previous one is known."""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
@@ -13,9 +13,6 @@ from text_generation_shard.grammars.grammar import Grammar
 
 # Rows per block that stays free: without it a new request would be preempted a step later.
 _ROWS_A_SPARE_BLOCK = 8
-
-
-_SAMPLING = [own.name for own in fields(Sampling) if own.name != "logit_bias"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +33,13 @@ class NewRequest:
 
     def message(self) -> pb.Request:
         """The same as a message."""
-        biases = dict(self.sampling.logit_bias)
         return pb.Request(
             id=self.id,
             input_ids=self.input_ids,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             block_table=self.block_table,
-            parameters=pb.NextTokenChooserParameters(
-                **{name: getattr(self.sampling, name) for name in _SAMPLING},
-                logit_bias_ids=biases,
-                logit_bias_values=biases.values(),
-            ),
+            parameters=pb.NextTokenChooserParameters(**self.sampling.to_wire()),
             stopping_parameters=pb.StoppingCriteriaParameters(
                 max_new_tokens=self.max_new_tokens, ignore_eos_token=self.ignore_eos_token
             ),

@@ -2,7 +2,7 @@
 behind, another step is in flight behind the requested one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
-from text_generation_shard.device.reference.device import Device
+from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import warm_up
@@ -72,9 +72,6 @@ def limits_of(max_prefill_tokens: int, max_batch_size: int, **others: int) -> pb
     )
 
 
-_SAMPLING = [own.name for own in fields(Sampling) if own.name != "logit_bias"]
-
-
 def new_request(
     request_id: int,
     ids: Sequence[int],
@@ -83,8 +80,6 @@ def new_request(
     **options: Any,
 ) -> pb.Request:
     """A request as a router sends it. sampling: fields of `Sampling`."""
-    own = Sampling(**(sampling or {}))
-    biases = dict(own.logit_bias)
     stopping = pb.StoppingCriteriaParameters(
         max_new_tokens=options.pop("max_new_tokens", 8),
         min_new_tokens=options.pop("min_new_tokens", 0),
@@ -96,11 +91,7 @@ def new_request(
         input_ids=ids,
         num_prompt_tokens=options.pop("num_prompt_tokens", len(ids)),
         block_table=block_table,
-        parameters=pb.NextTokenChooserParameters(
-            **{name: getattr(own, name) for name in _SAMPLING},
-            logit_bias_ids=biases,
-            logit_bias_values=biases.values(),
-        ),
+        parameters=pb.NextTokenChooserParameters(**Sampling(**(sampling or {})).to_wire()),
         stopping_parameters=stopping,
         **options,
     )
@@ -178,15 +169,15 @@ def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
 
 
 def reference_device(
-    kind: Any = Device,
+    kind: Any = TorchDevice,
     dtype: torch.dtype = torch.float32,
     cuda_graphs: tuple[int, ...] | None = None,
 ) -> Any:
     """The specification, on the processor; or a StreamDevice over it."""
     given = torch.device("cpu"), dtype, DeviceOptions(None, "float32")
-    if issubclass(kind, Device):
+    if issubclass(kind, TorchDevice):
         return kind(*given)
-    return kind(Device(*given), cuda_graphs=cuda_graphs)
+    return kind(TorchDevice(*given), cuda_graphs=cuda_graphs)
 
 
 @dataclass

@@ -156,11 +156,10 @@ class ShardedClient:
         cached_batch_id: int | None = None,
         trace_context: str = "",
     ) -> Coroutine[Any, Any, StepResult]:
-        """Prefill, if there are new rows: computes their first `chunk_len` uncached tokens;
-        complete ones get a token. With `cached_batch_id` they join that batch, which keeps its id.
-        Its rows go on in the same pass, before the new ones, which can share the blocks written
-        there. If it fails, the cached batch is unchanged and the new rows are free. Otherwise
-        Decode: advances every row of the batch `batch_id`.
+        """Prefill, if there are new rows. With `cached_batch_id` they join that batch, which keeps
+        its id. Its rows go on in the same step, before the new ones, which can share the blocks
+        written there. If it fails, the cached batch is unchanged and the new rows are free.
+        Otherwise Decode: advances the rows of the batch `batch_id` that the plan names.
 
         The message is on its way when the coroutine waits. `trace_context`: the span above those of
         the shards; empty: they have none.
