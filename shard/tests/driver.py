@@ -12,9 +12,9 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
-from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.device import Device, TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import warm_up
