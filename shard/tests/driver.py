@@ -14,7 +14,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cpu.runner import sample
-from text_generation_shard.device.reference.device import Device, TorchDevice
+from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import warm_up
@@ -169,15 +169,15 @@ def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
 
 
 def reference_device(
-    kind: Any = TorchDevice,
+    kind: Any = Device,
     dtype: torch.dtype = torch.float32,
     cuda_graphs: tuple[int, ...] | None = None,
 ) -> Any:
     """The specification, on the processor; or a StreamDevice over it."""
     given = torch.device("cpu"), dtype, DeviceOptions(None, "float32")
-    if issubclass(kind, TorchDevice):
+    if issubclass(kind, Device):
         return kind(*given)
-    return kind(TorchDevice(*given), cuda_graphs=cuda_graphs)
+    return kind(Device(*given), cuda_graphs=cuda_graphs)
 
 
 @dataclass
