@@ -225,7 +225,7 @@ class TransformersModel:
             out = self._modules(inputs_embeds=self._head.hidden, use_cache=False)
         finally:
             children[name] = base
-        logits: Tensor = out.logits[0].float()
+        logits: Tensor = out.logits[0].float().contiguous()
         return logits
 
     def normed(self, hidden: Tensor) -> Tensor:
