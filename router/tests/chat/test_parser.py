@@ -116,6 +116,7 @@ def test_reasoning_comes_first(form: ChatFormat) -> None:
         ("mistral-args", "[TOOL_CALLS]a b[ARGS]{}"),
         ("mistral-args", "[TOOL_CALLS]a[ARGS][1]"),
         ("mistral-args", "[TOOL_CALLS]a[ARX]{}"),
+        ("lfm2", "<|tool_call_start|>[f( {a"),
         ("generic", '{"title": "a book", "pages": [1, 2]}'),
         ("generic", 'Call {"name": "a", "arguments": {}}'),
     ],

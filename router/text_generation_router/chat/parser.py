@@ -331,7 +331,10 @@ def _head(form: ChatFormat) -> str:
     else:
         key = escape(form.arguments_key)
         name = rf'\{{{space}"name"{space}:{space}({_NAME}){space},{space}"{key}"{space}:'
-    follow = r"\{" if one is None else rf"{escape(one.before_name)}|{escape(one.close)}"
+    follow = r"\{"
+    if one is not None:
+        first = escape(one.before_name) or r"[\w.$@/-]"  # of an ARGUMENT_NAME
+        follow = rf"{first}|{escape(one.close)}"
     return rf"{space}{name}{space}(?={follow})"
 
 
