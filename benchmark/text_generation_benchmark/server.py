@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import uvloop
 from rich.console import Console
-from text_generation_process.descriptors import raise_file_limit
+from text_generation_process.log import raise_file_limit
 
 from text_generation_benchmark import BenchmarkError
 from text_generation_benchmark.figures import Figures, Point, label, line, markdown, notes

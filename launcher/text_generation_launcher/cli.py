@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from text_generation_process.descriptors import fill_standard_descriptors, raise_file_limit
+from text_generation_process.log import fill_standard_descriptors, raise_file_limit
 from text_generation_process.option import InvalidOptions
 
 from text_generation_launcher.config import create_config, log_level

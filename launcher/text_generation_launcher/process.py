@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from text_generation_process.descriptors import STDOUT, Output
 from text_generation_process.log import (
     LEVELS,
     OF_REQUEST,
+    STDOUT,
     LogLine,
+    Output,
     describe_gap,
     normalize_level,
     timestamp_of,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from text_generation_process.descriptors import LineStream
+from text_generation_process.log import LineStream
 from text_generation_router import cli, services
 from text_generation_router.chat.format import AUTO, FORMATS
 from text_generation_router.cli import create_parser, main

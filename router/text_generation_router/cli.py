@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
-from text_generation_process.descriptors import raise_file_limit
+from text_generation_process.log import raise_file_limit
 from text_generation_process.option import add_flags
 from text_generation_process.tracing import open_tracer
 

@@ -10,8 +10,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.types import Message, Scope, Send
-from text_generation_process.descriptors import Output
-from text_generation_process.log import LineFormatter, send_to_output
+from text_generation_process.log import LineFormatter, Output, send_to_output
 
 # A client's own id is used if it is safe in a header and a log line.
 _GOOD = re.compile(rb"[\w.:-]{1,128}")

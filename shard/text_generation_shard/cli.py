@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from text_generation_process.defaults import LOGGER_LEVEL
-from text_generation_process.descriptors import Output, raise_file_limit
-from text_generation_process.log import LineFormatter, send_to_output
+from text_generation_process.log import LineFormatter, Output, raise_file_limit, send_to_output
 from text_generation_process.option import add_flags
 
 from text_generation_shard.config import ShardConfig

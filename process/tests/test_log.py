@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from text_generation_process.descriptors import MAX_LINES, LineStream, Output
+from text_generation_process.log import MAX_LINES, LineStream, Output
 
 from launcher.tests.conftest import wait_until
 
@@ -149,7 +149,7 @@ def test_a_process_ends_while_nobody_reads():
     """And within the second that it waits for its reader."""
     script = (
         "import atexit\n"
-        "from text_generation_process.descriptors import Output\n"
+        "from text_generation_process.log import Output\n"
         "output = Output(1, str)\n"
         "atexit.register(output.flush)\n"
         "for _ in range(5000): output.write('x' * 1000)\n"
