@@ -15,10 +15,9 @@ import uvicorn
 from text_generation_router.app import create_app, create_closed
 from text_generation_router.chat.template import ChatTemplate, TemplateWorkers
 from text_generation_router.config import RouterConfig
-from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.connection import ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
-from text_generation_router.server import bind, server_config
+from text_generation_router.server import Certificate, bind, server_config
 from text_generation_router.services import Services, assemble, load_template
 from text_generation_router.text.tokenizer import Tokenizer
 

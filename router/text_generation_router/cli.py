@@ -19,14 +19,12 @@ from text_generation_process.tracing import open_tracer
 
 from text_generation_router.app import create_app, create_closed
 from text_generation_router.config import VERSION, RouterConfig
-from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.front import Front
 from text_generation_router.edge.keys import Keys
-from text_generation_router.launcher_link import LauncherLink
 from text_generation_router.logs import configure_logs
-from text_generation_router.server import Server, bind
+from text_generation_router.server import Certificate, Server, bind
 from text_generation_router.services import StartError, start
-from text_generation_router.state import ServerState
+from text_generation_router.state import LauncherLink, ServerState
 
 if TYPE_CHECKING:
     from text_generation_router.tracing.requests import TracedRequests
