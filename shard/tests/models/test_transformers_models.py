@@ -14,7 +14,7 @@ from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.config import TransformersConfig
-from text_generation_shard.models.hugging_face.split import check_plan, plan_of
+from text_generation_shard.models.hugging_face.products import check_plan, plan_of
 
 from integration_tests.marks import at_night
 from shard.tests.driver import Driver, changed, load_engine

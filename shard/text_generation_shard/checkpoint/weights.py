@@ -128,14 +128,15 @@ class Parameters:
 
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
-        kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
-        self.device.check_room(self._least_bytes(), kind)
+        matrices = [stack for stack in self._stacks if stack.receive is not None]
+        num_numbers = sum(stack.shape[0] * stack.num_kept for stack in matrices)
+        check_room(self.device, self.quantize, num_numbers, self.nbytes)
         names = {name for stack in self._stacks for name in stack.sections}
         tensors = open_tensors(directory, names)
         missing = sorted(names - tensors.keys())
         unexpected = sorted(name for name in tensors.keys() - names if not self._ignores(name))
         if missing or unexpected:
-            raise ModelError(_mismatch(directory, missing, unexpected))
+            raise ModelError(mismatch(directory, missing, unexpected))
         done, spoke = 0, time.monotonic()
         with self.device.weight_copies() as copies:
             for stack in self._stacks:
@@ -151,16 +152,6 @@ class Parameters:
         self._after_load.clear()
         if self.quantize is not None:
             self._log_quantised()
-
-    def _least_bytes(self) -> int:
-        """A lower bound of the bytes of the loaded tensors: without scales, and as if every matrix
-        could be quantized as requested."""
-        bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
-            self.quantize or "", self.device.dtype.itemsize * 8
-        )
-        matrices = [stack for stack in self._stacks if stack.receive is not None]
-        numbers = sum(stack.shape[0] * stack.num_kept for stack in matrices)
-        return self.nbytes + numbers * bits // 8
 
     def _fill(
         self, stack: Stack, tensors: Mapping[str, "StoredTensor"], copies: WeightCopies
@@ -219,6 +210,14 @@ class Parameters:
     def _ignores(self, name: str) -> bool:
         # Old checkpoints contain rotary frequencies, which are computed here instead.
         return name in self._ignored or name.endswith("rotary_emb.inv_freq")
+
+
+def check_room(device: Device, quantize: str | None, num_numbers: int, nbytes: int = 0) -> None:
+    """ModelError if matrices of so many numbers, beside `nbytes` of vectors, do not fit even
+    without scales, and if every matrix could be quantized as requested."""
+    bits = {"int8": 8, "int4": 4, "fp8": 8}.get(quantize or "", device.dtype.itemsize * 8)
+    kind = quantize or str(device.dtype).removeprefix("torch.")
+    device.check_room(nbytes + num_numbers * bits // 8, kind)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -291,7 +290,8 @@ def has_own_head(directory: Path) -> bool:
     return not all(torch.equal(own.float(), other.float()) for own, other in pairs)
 
 
-def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:
+def mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:
+    """Which tensors a checkpoint lacks, or has beside those of its configuration."""
     parts = [f"lack {some(missing)}"] if missing else []
     parts += [f"hold unexpected {some(unexpected)}"] if unexpected else []
     return (

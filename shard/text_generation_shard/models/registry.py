@@ -47,9 +47,8 @@ def load_model(
             native = LlamaModel(parameters, world, _with_head(config, directory))
             parameters.load(directory)
             return native, parameters.nbytes
-        from text_generation_shard.models.hugging_face.check import check
         from text_generation_shard.models.hugging_face.config import TransformersConfig
-        from text_generation_shard.models.hugging_face.model import TransformersModel
+        from text_generation_shard.models.hugging_face.model import TransformersModel, check
 
         assert isinstance(config, TransformersConfig)
         model = TransformersModel(directory, config, device, quantize, world)

@@ -4,13 +4,18 @@ transformers' modules call a function by name (`AttentionInterface`). Each model
 under a name of its own. A pass is one sequence [1, T] of all rows without padding, or with
 recurrent layers rows of one token [R, 1]. Under a name without a mask function, transformers makes
 no masks.
+
+The usual attention module is computed in one piece: one product for queries, keys and values, and
+our rotation, instead of about forty operations of torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +31,7 @@ from text_generation_shard.device.forward import (
 )
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import UnsupportedError
+from text_generation_shard.models.hugging_face.products import Product, plus
 
 # Arguments that change nothing here. Another one that is not None would mean an attention that is
 # not computed.
@@ -46,6 +52,22 @@ _WITHOUT_EFFECT = frozenset(
 )
 # Cached heads have a multiple of this many features, as kernels take them.
 _FEATURES = 16
+_HEADS = ("q_proj", "k_proj", "v_proj")
+# What the usual forward reads. One that reads more may depend on more than a few tokens show.
+_USUAL = frozenset(
+    {
+        *("shape", "head_dim", "view", "transpose", "reshape", "contiguous", *_HEADS, "o_proj"),
+        *("q_norm", "k_norm", "apply_rotary_pos_emb", "update", "layer_idx", "config"),
+        *("get_interface", "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward", "Callable"),
+        *("_attn_implementation", "scaling", "getattr", "sliding_window", "attn_logit_softcapping"),
+        *("sinks", "use_rope", "use_qk_norm", "training", "attention_dropout", "residual_dropout"),
+        *("nn", "functional", "dropout"),
+    }
+)
+# Largest difference, as a share of the largest number, in steps of its dtype.
+_STEPS = 16
+# Tokens and seed of the random input of the comparison.
+_TOKENS = 3
 
 
 class Call(NamedTuple):
@@ -66,14 +88,11 @@ class Call(NamedTuple):
         """Features of a cached head: keys and values have the same number."""
         return -(-max(self.head_dim, self.value_dim) // _FEATURES) * _FEATURES
 
-
-class Handler(Protocol):
-    """Computes the attention of a pass."""
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call
-    ) -> Tensor:
-        """Heads [R, n, T, features] → [R, T, num_heads, value_dim]."""
+    @property
+    def kind(self) -> "_Kind":
+        """Layers of one kind have one cache."""
+        has_scoring = self.scoring is not None
+        return _Kind(self.num_heads, self.num_kv_heads, self.size, self.scale, has_scoring)
 
 
 _numbers = count()
@@ -86,14 +105,14 @@ class Interface:
         self.name = f"pytgi_{next(_numbers)}"
         # With masks that tell their window, see `_marked`.
         self.probing_name = f"{self.name}_probe"
-        # Of the pass under way.
-        self.handler: Handler | None = None
+        # Computes the attention of the pass under way.
+        self.handler: Probe | Paged | None = None
         for name in (self.name, self.probing_name):
             AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(self.probing_name, _marked)
 
     @contextmanager
-    def handled_by(self, handler: Handler) -> Iterator[None]:
+    def handled_by(self, handler: "Probe | Paged") -> Iterator[None]:
         """Calls inside go to this handler."""
         self.handler = handler
         try:
@@ -128,7 +147,7 @@ class Interface:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         call = Call(*sizes, scale, sliding_window, scoring)
         layer: int = module.layer_idx  # type: ignore[assignment]
-        return self.handler.attend(layer, query, key, value, attention_mask, call), None
+        return self.handler.attend(layer, (query, key, value), attention_mask, call), None
 
 
 def _marked(
@@ -139,21 +158,26 @@ def _marked(
 
 
 class Probe:
-    """Records what each layer wants, in a pass of one token: its attention is its value."""
+    """Records what each layer wants, in a pass in which the attention of a token is its value."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
+        # Of the last call: queries, keys and values, and the result.
+        self.heads: tuple[Tensor, ...] = ()
+        self.result = torch.empty(0)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call
+        self, layer: int, heads: tuple[Tensor, ...], mask: Tensor | None, call: Call
     ) -> Tensor:
-        """See Handler."""
+        """Heads [R, n, T, features] → [R, T, num_heads, value_dim]."""
         if layer in self.calls:
             raise UnsupportedError(f"layer {layer} attends twice in a pass, which is not supported")
         # The mask is what transformers' own attention obeys; the argument is for other ones.
         window = int(mask.reshape(-1)[0]) if mask is not None else call.window
-        self.calls[layer] = call._replace(window=window or None)
-        return value.repeat_interleave(call.num_heads // call.num_kv_heads, dim=1).transpose(1, 2)
+        self.calls[layer], self.heads = call._replace(window=window or None), heads
+        repeated = heads[2].repeat_interleave(call.num_heads // call.num_kv_heads, dim=1)
+        self.result = repeated.transpose(1, 2).contiguous()
+        return self.result
 
 
 class Paged:
@@ -165,12 +189,20 @@ class Paged:
         self._plans: dict[int, list[AttentionPlan]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call
+        self, layer: int, heads: tuple[Tensor, ...], mask: Tensor | None, call: Call
     ) -> Tensor:
-        """See Handler."""
+        """See Probe."""
         if (plan := self._plans.get(0)) is None:
             plan = self._plans[0] = self._attention.plan(self._batch, self._attention.no_angles)
-        return self._attention.attend(layer, (query, key, value), plan)
+        parts = [part.transpose(1, 2) for part in heads]
+        if any(part.shape[3] != call.size for part in parts):
+            parts = [nn.functional.pad(part, (0, call.size - part.shape[3])) for part in parts]
+        # [R, T, n, size]: one row of all tokens, or rows of one token.
+        joined = torch.cat(parts, dim=2)
+        window = self._attention.calls[layer].window
+        out = self._attention.forward(joined.flatten(0, 1), layer, window, False, plan)
+        out = out.view(*joined.shape[:2], call.num_heads, call.size)
+        return out if call.value_dim == call.size else out[..., : call.value_dim]
 
     def attend_rotated(
         self, layer: int, heads: Tensor, embeddings: tuple[Tensor, Tensor]
@@ -182,7 +214,8 @@ class Paged:
             table = torch.stack([part[0, :, :half] for part in embeddings], dim=1).float()
             angles = Angles(table, torch.arange(len(table), device=table.device))
             plan = self._plans[id(embeddings)] = self._attention.plan(self._batch, angles)
-        return self._attention.attend_rotated(layer, heads, plan)
+        window = self._attention.calls[layer].window
+        return self._attention.forward(heads, layer, window, True, plan)
 
 
 class _Kind(NamedTuple):
@@ -201,26 +234,34 @@ class LayeredAttention:
 
     def __init__(self, device: Device, calls: Mapping[int, Call]) -> None:
         """calls: by layer; other layers do not attend."""
-        self._device, self._calls = device, calls
-        kinds = {
-            layer: _Kind(
-                call.num_heads, call.num_kv_heads, call.size, call.scale, call.scoring is not None
-            )
-            for layer, call in calls.items()
-        }
-        self._kinds = sorted(set(kinds.values())) or [_Kind(1, 1, _FEATURES, 1.0, False)]
+        self.calls = calls
+        layers: dict[_Kind, list[int]] = defaultdict(list)
+        for layer, call in calls.items():
+            layers[call.kind].append(layer)
+        self._kinds = sorted(layers) or [_Kind(1, 1, _FEATURES, 1.0, False)]
         self._own: list[Attention] = []
         # Of each layer: its kind, and which layer of that kind it is.
         self._places: dict[int, tuple[int, int]] = {}
         for number, kind in enumerate(self._kinds):
-            layers = [layer for layer in calls if kinds[layer] == kind]
-            self._places |= {layer: (number, place) for place, layer in enumerate(layers)}
-            scorings = [calls[layer].scoring for layer in layers] if kind.has_scoring else []
+            for place, layer in enumerate(layers[kind]):
+                self._places[layer] = number, place
+            scorings = [calls[layer].scoring for layer in layers[kind] if kind.has_scoring]
             self._own.append(device.attention(*kind[:4], scorings))
-        first = self._own[0]
-        self.name, self.block_size = first.name, first.block_size
-        self.heaviest_keys = first.heaviest_keys
+        own = self._own[0]
+        self.name, self.block_size, self.heaviest_keys = own.name, own.block_size, own.heaviest_keys
         self.is_deterministic = all(own.is_deterministic for own in self._own)
+        first, *others = (
+            CacheShape(
+                num_layers=max(len(layers[kind]), 1),
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.size,
+                block_size=self.block_size,
+                dtype=device.cache_dtype,
+            )
+            for kind in self._kinds
+        )
+        self.cache_shape = replace(first, others=tuple(others))
+        """Of all layers."""
         # Nothing is rotated here.
         here = device.torch_device
         self.no_angles = Angles(
@@ -229,32 +270,9 @@ class LayeredAttention:
         )
 
     @property
-    def windows(self) -> list[int | None]:
-        """Of each layer that attends."""
-        return [call.window for call in self._calls.values()]
-
-    @property
     def widest(self) -> int:
         """Features of a token's queries, keys, values and result, in one layer."""
         return max(2 * (kind.num_heads + kind.num_kv_heads) * kind.size for kind in self._kinds)
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """Of all layers."""
-        counts = [0] * len(self._kinds)
-        for number, _ in self._places.values():
-            counts[number] += 1
-        first, *others = (
-            CacheShape(
-                max(num_layers, 1),
-                kind.num_kv_heads,
-                kind.size,
-                self.block_size,
-                self._device.cache_dtype,
-            )
-            for kind, num_layers in zip(self._kinds, counts, strict=True)
-        )
-        return replace(first, others=tuple(others))
 
     def workspace_bytes(self, shape: CacheShape) -> int:
         """See Attention."""
@@ -273,25 +291,119 @@ class LayeredAttention:
     def forward(
         self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
     ) -> Tensor:
-        """Not called: transformers' modules call `attend`."""
-        raise AssertionError("the modules of transformers call `attend`")
-
-    def attend_rotated(self, layer: int, heads: Tensor, plan: Sequence[AttentionPlan]) -> Tensor:
-        """See Paged."""
+        """See Attention."""
+        assert isinstance(plan, list), "`plan` makes one of each kind"
         number, place = self._places[layer]
-        window = self._calls[layer].window
-        return self._own[number].forward(heads, place, window, True, plan[number])
+        return self._own[number].forward(heads, place, window, is_rotated, plan[number])
 
-    def attend(self, layer: int, heads: Sequence[Tensor], plan: Sequence[AttentionPlan]) -> Tensor:
-        """See Handler. heads: queries, keys and values."""
-        number, place = self._places[layer]
-        size, value_dim = self._kinds[number].size, heads[2].shape[3]
-        parts = [part.transpose(1, 2) for part in heads]
-        if any(part.shape[3] != size for part in parts):
-            parts = [nn.functional.pad(part, (0, size - part.shape[3])) for part in parts]
-        # [R, T, n, size]: one row of all tokens, or rows of one token.
-        joined = torch.cat(parts, dim=2)
-        window = self._calls[layer].window
-        out = self._own[number].forward(joined.flatten(0, 1), place, window, False, plan[number])
-        out = out.view(*joined.shape[:2], heads[0].shape[1], size)
-        return out if value_dim == size else out[..., :value_dim]
+
+class UsualAttention:
+    """The forward of an attention module whose heads are `rotated(normed(product))`."""
+
+    def __init__(self, module: Any, call: Call, interface: Interface) -> None:
+        self._module, self._interface = module, interface
+        self._forward = module.forward
+        products = [getattr(module, name) for name in _HEADS]
+        self._matrix = products[0].matrix
+        biases = [product.bias for product in products]
+        self._bias = None if biases[0] is None else torch.cat(biases)
+        self._norms = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        self._counts = call.num_heads, call.num_kv_heads, call.num_kv_heads
+
+    def heads(self, hidden: Tensor) -> Tensor:
+        """[T, size] → [T, queries + keys + values, head_dim], not rotated."""
+        found: Tensor = self._matrix(hidden.contiguous(), self._bias)
+        found = found.view(len(hidden), sum(self._counts), -1)
+        query_norm, key_norm = self._norms
+        if query_norm is None or key_norm is None:
+            return found
+        query, key, value = found.tensor_split((self._counts[0], -self._counts[2]), dim=1)
+        return torch.cat((query_norm(query), key_norm(key), value), dim=1)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        *others: Any,
+        **given: Any,
+    ) -> tuple[Tensor, Any]:
+        """See the module's own forward, which computes all but passes over our cache."""
+        handler = self._interface.handler
+        if not isinstance(handler, Paged) or len(hidden_states) > 1 or position_embeddings is None:
+            found: tuple[Tensor, Any] = self._forward(
+                hidden_states, position_embeddings, *others, **given
+            )
+            return found
+        heads = self.heads(hidden_states[0])
+        out = handler.attend_rotated(self._module.layer_idx, heads, position_embeddings)
+        return self._module.o_proj(out[None]), None
+
+    def is_same(self, num_rotated: int) -> bool:
+        """Whether the module's own forward attends with these heads, `num_rotated` features of each
+        rotated, and multiplies the result with `o_proj` only. Tried with a random input."""
+        weight = self._module.o_proj.weight
+        generator = torch.Generator().manual_seed(0)
+
+        def random(size: int) -> Tensor:
+            found = torch.randn(1, _TOKENS, size, generator=generator)
+            return found.to(weight.device, weight.dtype)
+
+        hidden = random(self._module.q_proj.in_features)
+        cos, sin = (
+            torch.cat((half, half), -1) for half in (random(num_rotated // 2) for _ in "cs")
+        )
+        probe = Probe()
+        with self._interface.handled_by(probe):
+            out = self._forward(hidden, position_embeddings=(cos, sin), attention_mask=None)[0]
+        if not probe.heads:
+            return False
+        theirs = torch.cat(probe.heads, dim=1)[0].transpose(0, 1)
+        ours = self.heads(hidden[0])
+        rotated = ours[:, : -self._counts[2], :num_rotated].float()
+        first, last = rotated.chunk(2, dim=-1)
+        turned = torch.cat((-last, first), dim=-1)
+        rotated = rotated * cos[0, :, None].float() + turned * sin[0, :, None].float()
+        ours[:, : -self._counts[2], :num_rotated] = rotated.to(ours.dtype)
+        result = self._module.o_proj(probe.result.flatten(2))
+        return _is_close(ours, theirs) and _is_close(result, out)
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    limit = _STEPS * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
+    return bool((ours.float() - theirs.float()).abs().max() <= limit)
+
+
+@contextmanager
+def noted_rotations(model: nn.Module) -> Iterator[dict[nn.Module, int]]:
+    """Inside, notes how many features of a head the passes give each attention module to rotate."""
+    found: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        embeddings = given.get("position_embeddings")
+        if isinstance(embeddings, tuple) and len(embeddings) == 2:
+            found[module] = embeddings[0].shape[-1]
+
+    candidates = [module for module in model.modules() if _may_be_usual(module)]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _may_be_usual(module: Any) -> bool:
+    found = [getattr(module, name, None) for name in (*_HEADS, "o_proj")]
+    products = [one for one in found if isinstance(one, Product) and one.finish is plus]
+    if len(products) < len(found):
+        return False
+    query, key, value, _ = products
+    code = inspect.unwrap(type(module).forward).__code__
+    names = [*inspect.signature(type(module).forward).parameters][:3]
+    return (
+        query.matrix is key.matrix is value.matrix
+        and set(code.co_names) <= _USUAL
+        and names == ["self", "hidden_states", "position_embeddings"]
+    )

@@ -19,7 +19,7 @@ from text_generation_shard.checkpoint.config import (
 )
 from text_generation_shard.checkpoint.fields import Fields
 from text_generation_shard.errors import ModelError, UnsupportedError
-from text_generation_shard.models.hugging_face.split import check_plan, plan_of
+from text_generation_shard.models.hugging_face.products import check_plan, plan_of
 
 logger = logging.getLogger(__name__)
 

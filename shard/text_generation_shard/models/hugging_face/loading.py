@@ -10,6 +10,7 @@ import inspect
 import logging
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from text_generation_shard.checkpoint.files import some
-from text_generation_shard.checkpoint.weights import open_tensors
+from text_generation_shard.checkpoint.weights import check_room, mismatch, open_tensors
 from text_generation_shard.device.base import Matrix
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError, UnsupportedError
@@ -32,9 +32,9 @@ from text_generation_shard.models.hugging_face.config import TransformersConfig,
 from text_generation_shard.models.hugging_face.products import (
     GATED,
     SIBLINGS,
-    GatedMLP,
     Packed,
     Product,
+    Split,
     Stacked,
     are_experts,
     expert_names,
@@ -42,8 +42,8 @@ from text_generation_shard.models.hugging_face.products import (
     norm_like,
     packed,
     run_experts,
+    run_gated,
 )
-from text_generation_shard.models.hugging_face.split import Split
 from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
@@ -102,42 +102,31 @@ def load(
             raise UnsupportedError(
                 f"{name} computes its attention in its own way, which is not supported"
             ) from error
-    _check_names(directory, info)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(mismatch(directory, missing, []))
+    if unexpected := sorted(info["unexpected_keys"]):
+        logger.info("%d tensors are not used, %s among them", len(unexpected), unexpected[0])
     model.eval().requires_grad_(False).to(device.torch_device)
     packing.finish(model)
-    kept = {part.data_ptr(): part for part in [*model.parameters(), *model.buffers()]}
-    packing.nbytes += sum(part.nbytes for part in kept.values())
-    packing.log()
-    head = _head_of(model)
+    head = model.get_output_embeddings()
     others = [module for module in model.modules() if module is not head]
-    is_deterministic = not any(_multiplies(m) or _has_tail(m) for m in others)
+    is_deterministic = not any(map(_depends_on_rows, others))
     return Loaded(model, packing.nbytes, is_deterministic, packing.split)
 
 
-def _has_tail(module: nn.Module) -> bool:
-    """Whether the rows of a product are no whole vectors."""
-    return isinstance(module, Product) and module.out_features % _VECTOR != 0
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Whether torch multiplies with a weight of this module, which is no matrix of the device."""
+def _depends_on_rows(module: nn.Module) -> bool:
+    """Whether torch multiplies with a weight of this module, which is no matrix of the device, or
+    the rows of a product are no whole vectors."""
     if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
         return False
+    if isinstance(module, Product) and module.out_features % _VECTOR:
+        return True
     return any(part.ndim > 1 for part in module.parameters(recurse=False))
 
 
-def _check_names(directory: Path, info: dict[str, Any]) -> None:
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"the weights in {directory} lack {some(missing)}; config.json and weights are not of "
-            "the same model"
-        )
-    if unexpected := sorted(info["unexpected_keys"]):
-        logger.info("%d tensors are not used, %s among them", len(unexpected), unexpected[0])
-
-
-class Packing:
-    """Replaces matrices of a model by the device's. Owns their statistics."""
+class Packing(ConversionOps):
+    """Replaces matrices of a model by the device's: the end of a parameter's way, see
+    ConversionOps. Owns their statistics."""
 
     def __init__(self, device: Device, quantize: str | None, split: Split) -> None:
         self._device, self._quantize, self.split = device, quantize, split
@@ -156,14 +145,10 @@ class Packing:
 
     def prepare(self, model: Any) -> None:
         """Before the weights of the model are read."""
-        bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
-            self._quantize or "", self._device.dtype.itemsize * 8
-        )
         wanted = [part for name, part in model.named_parameters() if self.packs(model, name)]
         self._total = len(wanted)
-        kind = self._quantize or str(self._device.dtype).removeprefix("torch.")
-        least = sum(part.numel() for part in wanted) * bits // 8 // self.split.world.size
-        self._device.check_room(least, kind)
+        num_numbers = sum(part.numel() for part in wanted) // self.split.world.size
+        check_room(self._device, self._quantize, num_numbers)
         # An expert with a norm of its own is computed by transformers.
         experts = [module for module in model.modules() if are_experts(module)]
         self._packs_experts = not any(module.has_post_expert_norm for module in experts)
@@ -197,6 +182,20 @@ class Packing:
             self._sources[code] = inspect.getsource(code) if is_known else ""
         return self._sources[code]
 
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **given: Any,
+    ) -> dict[str, list[Tensor]]:
+        """Nothing is left to be set."""
+        for name, found in input_dict.items():
+            weight = found[0] if isinstance(found, list) else found
+            self.pack(given["model"], name, weight)
+            given["missing_keys"].discard(name)
+        return {}
+
     def pack(self, model: Any, name: str, weight: Tensor) -> None:
         """Replace a parameter by the device's matrix, or matrices of experts [E, …]."""
         weight = weight.to(self._device.torch_device)
@@ -220,7 +219,7 @@ class Packing:
     def finish(self, model: Any) -> None:
         """After all parameters: what is not in the checkpoint, and norms."""
         # A head that shares its weight with the embeddings.
-        head = _head_of(model)
+        head = model.get_output_embeddings()
         if isinstance(head, nn.Linear):
             path = next(name for name, module in model.named_modules() if module is head)
             parent, _, own = path.rpartition(".")
@@ -232,6 +231,10 @@ class Packing:
                 module.bias = nn.Parameter(bias, requires_grad=False)
             if (norm := norm_like(module, self._device)) is not None:
                 setattr(model.get_submodule(parent), own, norm)
+        kept = {part.data_ptr(): part for part in [*model.parameters(), *model.buffers()]}
+        self.nbytes += sum(part.nbytes for part in kept.values())
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
+        logger.info("weights: %.1f MB, matrices: %s", self.nbytes / 1e6, counts)
 
     def _collect(self, model: Any, path: str, weight: Tensor) -> None:
         """Pack a weight [N, K] together with its siblings, once all have come."""
@@ -260,13 +263,13 @@ class Packing:
         paths = {name: f"{parent}.{name}".lstrip(".") for name in weights}
         own = {name: split.outputs(paths[name], weight) for name, weight in weights.items()}
         first, weight = next(iter(weights.items()))
-        is_head = getattr(place, first, None) is _head_of(model)
+        is_head = getattr(place, first, None) is model.get_output_embeddings()
         kind = "int8" if self._quantize and is_head else self._quantize
         whole = torch.cat([*own.values()])
         gate = gate_of(place, self._source(type(place))) if tuple(weights) == GATED else None
         if gate is not None and split.world.size == 1 and place.gate_proj.bias is None:
             matrix = self._kept(self._device.gated_matrix(whole, kind, gate, has_bias=False))
-            place.forward = GatedMLP(matrix, place)
+            place.forward = partial(run_gated, place, matrix)
             for name, weight in weights.items():
                 setattr(place, name, Packed(weight))
             return
@@ -288,15 +291,6 @@ class Packing:
         self._kinds[found.kind] += 1
         return found
 
-    def log(self) -> None:
-        """Say what was loaded."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
-        logger.info("weights: %.1f MB, matrices: %s", self.nbytes / 1e6, counts)
-
-
-def _head_of(model: Any) -> Any:
-    return model.get_output_embeddings()
-
 
 @register_quantization_config(_NAME)
 class _Settings(QuantizationConfigMixin):
@@ -311,17 +305,16 @@ class _Settings(QuantizationConfigMixin):
 class _Quantizer(HfQuantizer):
     """See HfQuantizer."""
 
-    quantization_config: "_Settings"
+    quantization_config: _Settings
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         self.quantization_config.packing.prepare(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        found: bool = self.quantization_config.packing.packs(model, param_name)
-        return found
+        return self.quantization_config.packing.packs(model, param_name)
 
-    def get_quantize_ops(self) -> "_Pack":
-        return _Pack(self.quantization_config.packing)
+    def get_quantize_ops(self) -> Packing:
+        return self.quantization_config.packing
 
     def is_serializable(self) -> bool:
         return False
@@ -329,24 +322,3 @@ class _Quantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
-
-
-class _Pack(ConversionOps):
-    """See ConversionOps: the end of a parameter's way."""
-
-    def __init__(self, packing: Packing) -> None:
-        self._packing = packing
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **given: Any,
-    ) -> dict[str, list[Tensor]]:
-        """Nothing is left to be set."""
-        for name, found in input_dict.items():
-            weight = found[0] if isinstance(found, list) else found
-            self._packing.pack(given["model"], name, weight)
-            given["missing_keys"].discard(name)
-        return {}

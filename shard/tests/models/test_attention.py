@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.models.hugging_face.heads import UsualAttention
+from text_generation_shard.models.hugging_face.attention import UsualAttention
 
 from shard.tests.driver import load_engine
 from shard.tests.models.architectures import write_architecture

@@ -102,11 +102,11 @@ def test_scores_that_are_not_numbers_are_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_architecture("olmo2", tmp_path)
-    attend = attention.LayeredAttention.attend
+    attend = attention.Paged.attend
 
-    def broken(own: attention.LayeredAttention, *given: Any) -> Tensor:
+    def broken(own: attention.Paged, *given: Any) -> Tensor:
         return attend(own, *given) * torch.nan
 
-    monkeypatch.setattr(attention.LayeredAttention, "attend", broken)
+    monkeypatch.setattr(attention.Paged, "attend", broken)
     with pytest.raises(ModelError, match="its scores differ from those of transformers"):
         load_engine(path, model_impl="transformers")

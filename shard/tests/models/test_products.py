@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.hugging_face.split import check_plan
+from text_generation_shard.models.hugging_face.products import check_plan
 from text_generation_shard.models.registry import load_model, read_config
 from text_generation_shard.parallel import World
 
