@@ -83,7 +83,7 @@ def test_the_lowest_priority_is_preempted_though_it_is_older() -> None:
     while desk.planner.num_preempted == 0:
         plan = desk.step()
     assert low.state is EntryState.QUEUED and plan.asked == {high.id}
-    assert desk.planner.queue.first() is low
+    assert desk.planner.queue[0] is low
 
 
 def test_a_prompt_of_higher_priority_is_computed_first() -> None:

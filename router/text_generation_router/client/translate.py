@@ -115,12 +115,13 @@ def to_decode(plan: Plan, batch_id: int, trace_context: str, number: int) -> pb.
 
 def _to_step(plan: Plan) -> pb.Step:
     counts = plan.counts
+    grown_request_ids, grown_block_ids = tuple(zip(*plan.grown_blocks, strict=True)) or ((), ())
     return pb.Step(
         request_ids=counts,
         counts=counts.values() if plan.chunks else (),
         speculate=plan.speculate,
-        grown_request_ids=[request_id for request_id, _ in plan.grown_blocks],
-        grown_block_ids=[block_id for _, block_id in plan.grown_blocks],
+        grown_request_ids=grown_request_ids,
+        grown_block_ids=grown_block_ids,
         is_ahead=plan.is_ahead,
     )
 
@@ -133,25 +134,40 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
         token_ids=tuple(generations.token_ids),
         token_counts=tuple(generations.token_counts),
         logprobs=tuple(generations.logprobs),
-        finish_reasons=tuple(_FINISH_REASONS[r] for r in generations.finish_reasons),
+        finish_reasons=tuple(map(_FINISH_REASONS.__getitem__, generations.finish_reasons)),
         batch=_from_batch(response.batch) if response.batch.request_ids else None,
         top_token_counts=tuple(generations.top_token_counts),
         top_token_ids=tuple(generations.top_token_ids),
         top_token_logprobs=tuple(generations.top_token_logprobs),
-        prefill_logprobs={p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
-        prefill_ranks={p.request_id: tuple(p.ranks) for p in response.prefill_logprobs},
-        prefill_top_tokens={
-            p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
-            for p in response.prefill_top_tokens
-        },
-        pooled_prompts={p.request_id: p.values for p in response.pooled_prompts},
-        token_scores={p.request_id: tuple(p.logprobs) for p in response.token_scores},
-        errors={error.request_id: error.message for error in response.errors},
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
         concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
         shard_ns=shard_ns,
+        **_by_request(response),
     )
+
+
+def _by_request(response: pb.StepResponse) -> dict[str, Any]:
+    """What a step says of prompts, and of requests that failed."""
+    if not (
+        response.prefill_logprobs
+        or response.prefill_top_tokens
+        or response.pooled_prompts
+        or response.token_scores
+        or response.errors
+    ):
+        return {}  # nearly every step
+    return {
+        "prefill_logprobs": {p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        "prefill_ranks": {p.request_id: tuple(p.ranks) for p in response.prefill_logprobs},
+        "prefill_top_tokens": {
+            p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
+            for p in response.prefill_top_tokens
+        },
+        "pooled_prompts": {p.request_id: p.values for p in response.pooled_prompts},
+        "token_scores": {p.request_id: tuple(p.logprobs) for p in response.token_scores},
+        "errors": {error.request_id: error.message for error in response.errors},
+    }
 
 
 def from_filtered(responses: Sequence[pb.FilterBatchResponse]) -> CachedBatch:

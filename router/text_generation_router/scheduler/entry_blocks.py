@@ -130,24 +130,32 @@ class EntryBlocks:
 
     # ---- While an entry runs ----
 
-    def missing(self, entry: Entry, num_more: int) -> int:
-        """How many blocks an entry lacks for `num_more` more tokens, at most up to its end."""
-        assert entry.block_table is not None
-        num_tokens = min(entry.num_tokens + num_more, entry.max_context)
-        return max(0, -(-num_tokens // self._limits.block_size) - len(entry.block_table))
+    def lacking(self, entries: Iterable[Entry], num_more: int) -> list[Entry]:
+        """The entries that lack blocks for `num_more` more tokens, at most up to their ends: each
+        once for every block."""
+        found: list[Entry] = []
+        for entry in entries:
+            assert entry.block_table is not None
+            num_tokens = min(entry.num_tokens + num_more, entry.max_context)
+            num_lacking = -(-num_tokens // self._limits.block_size) - len(entry.block_table)
+            found += [entry] * num_lacking
+        return found
 
-    def has_room(self, entries: Iterable[Entry], num_more: int) -> bool:
-        """Whether there are blocks for `num_more` more tokens of each."""
-        num_missing = sum(self.missing(entry, num_more) for entry in entries)
-        return num_missing <= self.allocator.num_free
-
-    def take_missing(self, entries: Iterable[Entry], num_more: int) -> list[tuple[int, int]]:
-        """Gives each entry the blocks it lacks; returns entry ids and block ids."""
-        return [
-            (entry.id, self.take(entry))
-            for entry in entries
-            for _ in range(self.missing(entry, num_more))
-        ]
+    def take_ahead(
+        self, entries: Iterable[Entry], num_more: int, speculate: int
+    ) -> tuple[int, list[tuple[int, int]]] | None:
+        """Gives each entry blocks for `num_more` more tokens, and behind them for as many draft
+        tokens as there are blocks for, at most `speculate`. Returns how many draft tokens, and
+        entry ids and block ids; None, and nothing changed, if `num_more` are too many."""
+        num_free = self.allocator.num_free
+        while len(lacking := self.lacking(entries, num_more + speculate)) > num_free:
+            if not speculate:
+                return None
+            speculate //= 2
+        taken = []
+        for entry in lacking:
+            taken.append((entry.id, self.take(entry)))
+        return speculate, taken
 
     def take(self, entry: Entry) -> int:
         """Gives an entry one more block, which must be free."""

@@ -16,7 +16,7 @@ from text_generation_router.scheduler.entry_blocks import EntryBlocks
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.shards import StepResult
 
-_RANK = attrgetter("rank")
+_ID, _RANK = attrgetter("id"), attrgetter("rank")
 
 
 class Queue(list[Entry]):
@@ -32,10 +32,6 @@ class Queue(list[Entry]):
         place."""
         entry.state = EntryState.QUEUED
         insort(self, entry, key=_RANK)
-
-    def first(self) -> Entry | None:
-        """The entry that is admitted next."""
-        return self[0] if self else None
 
     def remove(self, entry: Entry) -> None:
         """Removes an entry that ended while it waited."""
@@ -92,13 +88,12 @@ class Planner:
         before it keep coming for ever.
         """
         grown_blocks, allocator = [], self.blocks.allocator
-        for entry in list(self.running.values()):
-            # Until it has room, or was preempted.
-            while entry.id in self.running and self.blocks.missing(entry, 0):
-                if allocator.num_free:
-                    grown_blocks.append((entry.id, self.blocks.take(entry)))
-                else:
-                    self._preempt_last()
+        for entry in self.blocks.lacking(self.running.values(), 0):
+            # Until there is a block, or it was preempted itself.
+            while entry.id in self.running and not allocator.num_free:
+                self._preempt_last()
+            if entry.id in self.running:
+                grown_blocks.append((entry.id, self.blocks.take(entry)))
         return [pair for pair in grown_blocks if pair[0] in self.running]
 
     def plan(self, grown_blocks: list[tuple[int, int]]) -> Plan | None:
@@ -120,19 +115,20 @@ class Planner:
         speculate = self._limits.speculate if rows else 0
         if speculate:
             getting = [entry for entry in rows if entry.id in asked]
-            speculate = self._num_draft_tokens(getting, 0)
-            grown_blocks += self.blocks.take_missing(getting, speculate)
+            taken = self.blocks.take_ahead(getting, 0, speculate)
+            assert taken is not None, "they have room for no draft tokens"
+            speculate, grown_blocks = taken[0], grown_blocks + taken[1]
         return Plan(admitted, self.running.copy(), chunks, asked, grown_blocks, speculate)
 
     def is_unchanged(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is in flight, decodes the same entries, except for
         those that end in it: no entry joins or leaves, and no waiting entry could join."""
-        return self._limits.runs_ahead and not (
-            plan.admitted
-            or plan.chunks
-            or any(entry.state is EntryState.ENDED for entry in plan.entries.values())
-            or self._may_admit(plan)
-        )
+        if not self._limits.runs_ahead or plan.admitted or plan.chunks:
+            return False
+        for entry in plan.entries.values():
+            if entry.state is EntryState.ENDED:
+                return False
+        return not (self.queue and self._may_admit(plan))
 
     def plan_ahead(self, plan: Plan) -> Plan | None:
         """The step behind `plan`, which is in flight; None if it depends on the result of `plan`.
@@ -144,12 +140,12 @@ class Planner:
         going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
         # How many tokens each has gained by then, if all draft tokens in `plan` are right.
         num_more = 1 + plan.speculate
-        if not going_on or not self.blocks.has_room(going_on, num_more):
+        taken = self.blocks.take_ahead(going_on, num_more, self._limits.speculate)
+        if not going_on or taken is None:
             return None
         self._num_steps += 1
-        speculate = self._num_draft_tokens(going_on, num_more)
-        grown_blocks = self.blocks.take_missing(going_on, num_more + speculate)
-        asked = frozenset(entry.id for entry in going_on)
+        speculate, grown_blocks = taken
+        asked = frozenset(map(_ID, going_on))
         return Plan([], plan.entries, {}, asked, grown_blocks, speculate, is_ahead=True)
 
     # ---- The prefill budget ----
@@ -177,7 +173,7 @@ class Planner:
             return admitted, chunks
         budget, pending = self._budget(), PendingBlocks()
         while not budget.is_spent:
-            first = self.queue.first() if joins else None
+            first = self.queue[0] if joins and self.queue else None
             if unfinished and (first is None or unfinished[-1].rank < first.rank):
                 entry = unfinished.pop()
                 start = entry.num_computed
@@ -214,19 +210,16 @@ class Planner:
     # ---- Admission ----
 
     def _may_admit(self, plan: Plan) -> bool:
-        """Whether a waiting entry may find a row and blocks behind `plan`, as far as is known while
-        `plan` is in flight."""
-        running, first = self.running, self.queue.first()
-        if first is None:
-            return False
-        most = 1 + plan.speculate
+        """Whether the first in the queue may find a row and blocks behind `plan`, as far as is
+        known while `plan` is in flight."""
+        running, most = self.running, 1 + plan.speculate
         if any(entry.num_tokens + most >= entry.max_context for entry in plan.entries.values()):
             return True  # an entry ends and frees its blocks
         if len(running) >= self._limits.max_batch_size:
             return False
         if len(self.queue) < self._min_size():
             return False
-        return self.blocks.find(first, PendingBlocks(), len(running)) is not None
+        return self.blocks.find(self.queue[0], PendingBlocks(), len(running)) is not None
 
     def _admit(self) -> tuple[list[Entry], dict[int, int]]:
         """The entries that join the next step, and the scheduled tokens of all prompts."""
@@ -275,14 +268,7 @@ class Planner:
         entry.state = EntryState.RUNNING
         return chunk
 
-    # ---- Blocks for what runs ----
-
-    def _num_draft_tokens(self, entries: list[Entry], num_more: int) -> int:
-        """How many tokens to draft for each: as many as there are blocks for, behind `num_more`."""
-        speculate = self._limits.speculate
-        while speculate and not self.blocks.has_room(entries, num_more + speculate):
-            speculate //= 2
-        return speculate
+    # ---- Rows ----
 
     def _preempt_last(self) -> None:
         """Takes an entry's blocks; it will compute its tokens again, or find them in the cache."""

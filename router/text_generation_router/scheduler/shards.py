@@ -1,8 +1,9 @@
 """What the shards are told and answer, in plain values: no transport, no protobuf."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import repeat
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason
@@ -45,7 +46,7 @@ class GrammarResult:
     retry_after_s: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepResult:
     """The answer to one Prefill or Decode: parallel columns, one entry per request or token.
 
@@ -100,25 +101,25 @@ class StepResult:
         left = () if self.batch is None else self.batch.request_ids
         return asked == set(self.request_ids) and running - self.ended == set(left)
 
-    @property
+    @cached_property
     def ended(self) -> Set[int]:
         """The requests whose rows are free after this step."""
+        if not any(self.finish_reasons):
+            return self.errors.keys()
         columns = zip(self.request_ids, self.finish_reasons, strict=True)
         return {request_id for request_id, reason in columns if reason is not None} | (
             self.errors.keys()
         )
 
-    @property
+    @cached_property
     def counts(self) -> Sequence[int]:
         """How many tokens each request got."""
         return self.token_counts or (1,) * len(self.request_ids)
 
-    def top_tokens(self) -> Iterator[tuple[Sequence[int], Sequence[float]]]:
-        """The alternatives of each token in turn: ids and log-probabilities, best first."""
+    def top_tokens(self) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
+        """The alternatives of each token: ids and log-probabilities, best first."""
         if not self.top_token_counts:
-            yield from repeat(((), ()), len(self.token_ids))
-        start = 0
-        for num in self.top_token_counts:
-            end = start + num
-            yield self.top_token_ids[start:end], self.top_token_logprobs[start:end]
-            start = end
+            return (((), ()),) * len(self.token_ids)
+        ids, logprobs = self.top_token_ids, self.top_token_logprobs
+        places = pairwise(accumulate(self.top_token_counts, initial=0))
+        return [(ids[start:end], logprobs[start:end]) for start, end in places]
