@@ -16,13 +16,13 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from text_generation_router.api import models
+from text_generation_router.api.answers import let_streams_finish
 from text_generation_router.api.anthropic import messages
-from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.errors import respond
 from text_generation_router.api.openai import chat, completions, reading
 from text_generation_router.api.platforms import clouds, kserve
 from text_generation_router.api.responses import responses
-from text_generation_router.api.sse import let_streams_finish
+from text_generation_router.api.routes import complete_openapi
 from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.edge.front import PROBES

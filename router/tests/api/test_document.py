@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 from text_generation_process.sampling import NUMBERS
-from text_generation_router.api.document import BODIES, PARAMETERS
 from text_generation_router.api.openai.sampling import (
     SamplingBody,
     StructuredOutputsBody,
     VllmChatBody,
 )
+from text_generation_router.api.routes import BODIES, PARAMETERS
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 from starlette.types import Message
-from text_generation_router.api import sse
-from text_generation_router.api.sse import EventStream, event
+from text_generation_router.api import answers
+from text_generation_router.api.answers import EventStream, event
 from text_generation_router.edge.front import STREAM, in_pieces
 from text_generation_router.errors import GenerationError
 
@@ -208,14 +208,14 @@ async def test_comments_break_the_silence_only(clock: VirtualTime) -> None:
     response = stream(source, client)
     for _ in range(20):
         source.chunks.put_nowait(b"a")
-        await asyncio.sleep(0.9 * sse.KEEP_ALIVE_S)
-    began = clock.now - 0.9 * sse.KEEP_ALIVE_S
-    await asyncio.sleep(1.5 * sse.KEEP_ALIVE_S)
+        await asyncio.sleep(0.9 * answers.KEEP_ALIVE_S)
+    began = clock.now - 0.9 * answers.KEEP_ALIVE_S
+    await asyncio.sleep(1.5 * answers.KEEP_ALIVE_S)
     source.chunks.put_nowait(None)
     await response
-    assert client.bodies() == [(b"a", True)] * 20 + [(sse.COMMENT, True)] * 2 + [(b"", False)]
+    assert client.bodies() == [(b"a", True)] * 20 + [(answers.COMMENT, True)] * 2 + [(b"", False)]
     waited = [at - began for at in client.times[21:23]]
-    assert waited == pytest.approx([sse.KEEP_ALIVE_S, 2 * sse.KEEP_ALIVE_S])
+    assert waited == pytest.approx([answers.KEEP_ALIVE_S, 2 * answers.KEEP_ALIVE_S])
 
 
 async def test_client_that_does_not_read_gets_no_comments(clock: VirtualTime) -> None:
@@ -223,7 +223,7 @@ async def test_client_that_does_not_read_gets_no_comments(clock: VirtualTime) ->
     source, client = Source(), Client(appetite=1)
     source.chunks.put_nowait(b"a")
     response = stream(source, client)
-    await asyncio.sleep(5 * sse.KEEP_ALIVE_S)
+    await asyncio.sleep(5 * answers.KEEP_ALIVE_S)
     assert not response.done()
     client.has_left.set()
     await response

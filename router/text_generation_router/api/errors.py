@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from text_generation_router.api.answers import DONE, event, named_events
 from text_generation_router.api.body import BodyError, complaint_of, shape_error, short
-from text_generation_router.api.sse import DONE, event, named_events
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import (
     BadRequestError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from text_generation_router.api import sse
+from text_generation_router.api import answers
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.api.errors import end_as_anthropic
 from text_generation_router.errors import ContextLengthError
@@ -112,7 +112,7 @@ async def test_thinking_ends_with_a_signature(server: Server, body: dict[str, An
 
 
 async def test_keep_alive_is_a_ping(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_S", 0.05)
     server.shards.delay_s = 0.2
     events = await ask_stream(server, max_tokens=2)
     assert [event["type"] for event in events].count("ping") > 2

@@ -6,10 +6,9 @@ from typing import Any
 import orjson
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api.answers import float32
+from text_generation_router.api.answers import event, float32
 from text_generation_router.api.openai.sampling import SamplingBody
 from text_generation_router.api.openai.stream import ChunkWriter
-from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents
 from text_generation_router.request import (
     Token,

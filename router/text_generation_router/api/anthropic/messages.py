@@ -10,15 +10,13 @@ from typing import Any
 import orjson
 from fastapi import Response
 
-from text_generation_router.api import sse
-from text_generation_router.api.answers import json_response, make_id
+from text_generation_router.api import answers
+from text_generation_router.api.answers import ChatRun, Json, json_response, make_id, named_events
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from text_generation_router.api.chat_run import ChatRun, Json
+from text_generation_router.api.body import warning
 from text_generation_router.api.errors import STATUSES, end_as_anthropic
-from text_generation_router.api.fields import warning
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.sse import named_events
 from text_generation_router.chat.parser import (
     ContentDelta,
     ReasoningDelta,
@@ -64,7 +62,7 @@ class MessageRun(ChatRun):
     async def begin(self, entry: Entry) -> list[Json]:
         """message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(sse.KEEP_ALIVE_S):
+            async with asyncio.timeout(answers.KEEP_ALIVE_S):
                 await entry.ready()
         return [{"type": "message_start", "message": {**self.answer, "usage": _usage(entry, 0)}}]
 

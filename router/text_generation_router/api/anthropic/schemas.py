@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
 
+from text_generation_router.api.body import DETERMINISTIC, IGNORED, Hint, schema_grammar
 from text_generation_router.api.errors import BLOCK_TYPE
-from text_generation_router.api.fields import DETERMINISTIC, IGNORED, Hint, schema_grammar
 from text_generation_router.chat.conversation import Conversation, joined, tool_call, with_names
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.fields import (

@@ -14,8 +14,8 @@ from text_generation_router.api.answers import (
     render_tokens,
     token_answer,
 )
+from text_generation_router.api.body import tier_of
 from text_generation_router.api.errors import OPENAI_ERRORS, TGI_ERRORS
-from text_generation_router.api.fields import tier_of
 from text_generation_router.api.logprobs import (
     ScoredToken,
     chat_logprobs,

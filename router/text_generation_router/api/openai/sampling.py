@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from text_generation_router.api.fields import (
+from text_generation_router.api.body import (
     ANY_OBJECT,
     DETERMINISTIC,
     IGNORED,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from text_generation_router.api.fields import (
+from text_generation_router.api.body import (
     IGNORED,
     Hint,
     ResponseFormatBody,

@@ -12,12 +12,17 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import Response
 
-from text_generation_router.api.answers import json_response, timing_headers
+from text_generation_router.api.answers import (
+    DONE,
+    event,
+    json_response,
+    open_stream,
+    timing_headers,
+)
+from text_generation_router.api.body import warning
 from text_generation_router.api.errors import RequestError, end_as_openai
-from text_generation_router.api.fields import warning
 from text_generation_router.api.logprobs import TokenTrail
 from text_generation_router.api.openai.sampling import SamplingBody, VllmBody
-from text_generation_router.api.sse import DONE, event, open_stream
 from text_generation_router.config import VERSION
 from text_generation_router.request import (
     Ending,

@@ -15,6 +15,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import Headers
 
 from text_generation_router.api.answers import json_response
+from text_generation_router.api.body import warning
 from text_generation_router.api.errors import (
     OPEN_INFERENCE,
     STATUSES,
@@ -23,7 +24,6 @@ from text_generation_router.api.errors import (
     ModelNotFoundError,
     RequestError,
 )
-from text_generation_router.api.fields import warning
 from text_generation_router.api.models import check_model
 from text_generation_router.api.platforms.kserve_tensors import (
     BINARY,

@@ -15,8 +15,15 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from starlette.datastructures import Headers
 
-from text_generation_router.api.body import BodyError, Parser, media_type, parsed, short
-from text_generation_router.api.fields import IGNORED, Hint
+from text_generation_router.api.body import (
+    IGNORED,
+    BodyError,
+    Hint,
+    Parser,
+    media_type,
+    parsed,
+    short,
+)
 from text_generation_router.api.routes import JsonRoute
 from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64

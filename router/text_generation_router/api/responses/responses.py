@@ -10,16 +10,14 @@ from typing import Any
 
 from fastapi import Response
 
-from text_generation_router.api.answers import make_id
-from text_generation_router.api.chat_run import ChatRun, Json
+from text_generation_router.api.answers import ChatRun, Json, make_id, named_events
+from text_generation_router.api.body import tier_of, warning
 from text_generation_router.api.errors import STATUSES, describe
-from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, scored_events
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.schemas import ResponsesRequest, write_encrypted
 from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.sse import named_events
 from text_generation_router.chat.parser import (
     ContentDelta,
     ReasoningDelta,

@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from text_generation_router.api.fields import (
+from text_generation_router.api.body import (
     ANY_OBJECT,
     DETERMINISTIC,
     IGNORED,

@@ -8,16 +8,17 @@ from fastapi import Response
 
 from text_generation_router.api.answers import (
     TokenizedToken,
+    event,
     float32,
     float32_json,
     json_response,
+    open_stream,
     render_tokens,
     timing_headers,
     token_answer,
 )
 from text_generation_router.api.errors import TGI_ERRORS, end_as_tgi
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.sse import event, open_stream
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
     GenerateRequest,

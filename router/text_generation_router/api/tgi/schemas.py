@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from text_generation_router.api.fields import (
+from text_generation_router.api.body import (
     DETERMINISTIC,
     STREAM,
     GrammarBody,

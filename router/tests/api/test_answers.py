@@ -1,4 +1,4 @@
-"""The bytes of events."""
+"""The bytes of events and numbers."""
 
 import struct
 
@@ -6,8 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api.answers import float32, float32_json
-from text_generation_router.api.sse import event, named_events
+from text_generation_router.api.answers import event, float32, float32_json, named_events
 
 
 def test_event() -> None:
