@@ -72,10 +72,10 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_router import SamplingParams
 from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
-from text_generation_router.api.tgi.schemas import GenerateRequest
+from text_generation_router.api.tgi.generate import GenerateRequest
 from text_generation_router.errors import ValidationError
 from text_generation_router.metrics import Metrics
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import Validation
 from text_generation_shard.device.cpu import runner
 from text_generation_shard.sampling import sampler

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from text_generation_router.api.answers import event, float32
 from text_generation_router.api.openai.sampling import SamplingBody
 from text_generation_router.api.openai.stream import ChunkWriter
-from text_generation_router.api.tgi.generate import TokenEvents
+from text_generation_router.api.tgi.generate import token_events
 from text_generation_router.request import (
     Token,
     TokenOutput,
@@ -43,7 +43,7 @@ def token_json(token: Token) -> dict[str, Any]:
 
 @given(st.lists(st.tuples(TOKENS, st.lists(TOKENS, max_size=2)), min_size=1, max_size=5))
 def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
-    writer = TokenEvents(GenerateParameters(inputs="x"), 1)
+    asked = GenerateParameters(inputs="x")
     expected = []
     for place, (token, top_tokens) in enumerate(steps, start=1):
         payload: dict[str, Any] = {"index": place, "token": token_json(token)}
@@ -52,7 +52,8 @@ def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
         expected.append(event(payload | {"generated_text": None, "details": None}))
     outputs = [TokenOutput(token, "", tuple(top_tokens)) for token, top_tokens in steps]
     middle = len(outputs) // 2
-    chunks = writer.chunk(outputs[:middle]), writer.chunk(outputs[middle:])
+    parts = (outputs[:middle], 0), (outputs[middle:], middle)
+    chunks = [token_events(some, num_before, asked, 1) for some, num_before in parts]
     assert b"".join(chunks) == b"".join(expected)
 
 

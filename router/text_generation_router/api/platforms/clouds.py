@@ -18,13 +18,14 @@ from text_generation_router.api.routes import (
     get,
     post_router,
 )
-from text_generation_router.api.tgi.generate import compat_generate, generate_answer
-from text_generation_router.api.tgi.info import health
-from text_generation_router.api.tgi.schemas import (
+from text_generation_router.api.tgi.generate import (
     CompatGenerateRequest,
     GenerateRequest,
     GenerateResponse,
+    compat_generate,
+    generate_answer,
 )
+from text_generation_router.api.tgi.info import health
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import ValidationError
 from text_generation_router.fields import Body, Bounded

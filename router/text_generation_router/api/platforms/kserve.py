@@ -38,9 +38,12 @@ from text_generation_router.api.platforms.kserve_tensors import (
     written,
 )
 from text_generation_router.api.routes import ServicesDependency, get, post_router
-from text_generation_router.api.tgi.generate import generate_answer
+from text_generation_router.api.tgi.generate import (
+    GenerateParametersBody,
+    GenerateRequest,
+    generate_answer,
+)
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
-from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
 from text_generation_router.config import VERSION
 from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.errors import BadRequestError, ValidationError

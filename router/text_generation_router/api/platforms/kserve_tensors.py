@@ -25,7 +25,7 @@ from text_generation_router.api.body import (
     short,
 )
 from text_generation_router.api.routes import JsonRoute
-from text_generation_router.api.tgi.schemas import GenerateParametersBody
+from text_generation_router.api.tgi.generate import GenerateParametersBody
 from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64
 
 HEADER_LENGTH = "inference-header-content-length"

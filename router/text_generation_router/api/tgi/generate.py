@@ -1,10 +1,12 @@
-"""TGI's routes of texts: /, /generate, /generate_stream and /tokenize."""
+"""TGI's routes of texts: /, /generate, /generate_stream and /tokenize; their bodies, for parsing
+(requests) and for the documentation (answers)."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import orjson
 from fastapi import Response
+from pydantic import BaseModel, Field
 
 from text_generation_router.api.answers import (
     TokenizedToken,
@@ -17,20 +19,195 @@ from text_generation_router.api.answers import (
     timing_headers,
     token_answer,
 )
+from text_generation_router.api.body import DETERMINISTIC, STREAM, GrammarBody, grammar_of
 from text_generation_router.api.errors import TGI_ERRORS, end_as_tgi
 from text_generation_router.api.routes import ServicesDependency, events, post_router
-from text_generation_router.api.tgi.schemas import (
-    CompatGenerateRequest,
-    GenerateRequest,
-    GenerateResponse,
-    StreamResponse,
-)
 from text_generation_router.errors import DeadlineError, RouterError
+from text_generation_router.fields import (
+    Body,
+    CacheSalt,
+    Items,
+    LogitBias,
+    Uint32,
+    Uint64,
+    biases_of,
+    optional,
+    with_numbers_of_tgi,
+)
 from text_generation_router.request import GeneratedText, GenerateResult, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
 Json = dict[str, Any]
+
+
+@with_numbers_of_tgi
+class GenerateParametersBody(Body):
+    """How to generate. The fields after `adapter_id` are not in TGI."""
+
+    best_of: Uint64 | None = optional(
+        "Generate this many texts, and return the one whose tokens are the likeliest.", examples=[1]
+    )
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = optional(
+        "Draw tokens at random, instead of the likeliest one. True if `parameters` is left out.",
+        default=False,
+        examples=[True],
+    )
+    max_new_tokens: Uint32 | None = optional(
+        "The most tokens to generate. Default: as many as fit after the prompt.", examples=[20]
+    )
+    return_full_text: bool | None = optional(
+        "Put the prompt before the generated text.", examples=[False]
+    )
+    stop: Items[str] = optional(
+        "Generation stops after any of these.", default=[], examples=[["photographer"]]
+    )
+    truncate: Uint64 | None = optional("Keep only this many of the prompt's last tokens.")
+    watermark: bool = optional(
+        "Mark the text, so that a detector can tell that a model wrote it.",
+        default=False,
+        examples=[True],
+    )
+    details: bool = optional("Return the generated tokens, too.", default=False)
+    decoder_input_details: bool = optional(
+        "Return the prompt's tokens, too. Not for a stream.", default=False
+    )
+    seed: Uint64 | None = optional("The same seed draws the same tokens. Default: random.")
+    top_n_tokens: Uint32 | None = optional(
+        "Return this many of the likeliest tokens at each step.", examples=[5]
+    )
+    grammar: GrammarBody | None = optional("The form that the generated text must have.")
+    adapter_id: str | None = optional("Not supported.")
+    presence_penalty: float | None = None
+    logit_bias: LogitBias | None = optional(
+        "Token id, and what is added to its logit: -100 to 100."
+    )
+    ignore_eos_token: bool = optional("Go on after an end-of-sequence token.", default=False)
+    min_new_tokens: Uint32 | None = optional(
+        "The text does not end before it has this many tokens."
+    )
+    deterministic: bool = optional(DETERMINISTIC, default=False)
+    cache_salt: CacheSalt | None = None
+
+
+class GenerateRequest(Body):
+    """Body of /generate, /generate_stream and /tokenize."""
+
+    inputs: str = Field(description="The prompt.", examples=["My name is Olivier and I"])
+    # TGI: without `parameters` tokens are drawn, with `{}` the best ones are taken.
+    parameters: GenerateParametersBody = Field(
+        default_factory=lambda: GenerateParametersBody(do_sample=True),
+        description="How to generate. /tokenize does not read it.",
+    )
+
+    def to_parameters(self, return_full_text: bool = False) -> GenerateParameters:
+        """The same without pydantic; `return_full_text` is what its absence means."""
+        # Those that a protocol adds to them are read by its own route.
+        names = GenerateParametersBody.model_fields
+        given = {name: getattr(self.parameters, name) for name in names}
+        if given["return_full_text"] is None:
+            given["return_full_text"] = return_full_text
+        given["stop"] = tuple(self.parameters.stop)
+        given["grammar"] = grammar_of(self.parameters.grammar)
+        given["logit_bias"] = biases_of(self.parameters.logit_bias)
+        return GenerateParameters.of(inputs=self.inputs, **given)
+
+
+class CompatGenerateRequest(GenerateRequest):
+    """Body of POST /."""
+
+    stream: bool = optional(STREAM, default=False)
+
+
+class PrefillTokenBody(BaseModel):
+    """One token of the prompt."""
+
+    id: int = Field(description="The number of the token in the vocabulary.")
+    text: str
+    logprob: float | None = Field(
+        description="The log-probability of the token. The prompt's first token has none."
+    )
+
+
+class TokenBody(PrefillTokenBody):
+    """One generated token."""
+
+    special: bool = Field(
+        description="Whether it is one of the model's special tokens, which are not part of the "
+        "text."
+    )
+
+
+class SequenceBody(BaseModel):
+    """The details of a generation."""
+
+    finish_reason: str = Field(
+        description="Why the text ended.", examples=["length", "eos_token", "stop_sequence"]
+    )
+    generated_tokens: int = Field(description="How many tokens were generated.")
+    seed: int | None = Field(
+        description="The seed that tokens were drawn with. null: none were drawn."
+    )
+    prefill: list[PrefillTokenBody] = Field(
+        description="The prompt's tokens, if `decoder_input_details` was true."
+    )
+    tokens: list[TokenBody] = Field(description="The generated tokens.")
+    top_tokens: list[list[TokenBody]] = optional(
+        "For each generated token the likeliest ones. Left out when empty.", default=[]
+    )
+
+
+class BestOfSequenceBody(SequenceBody):
+    """One of the generations that were not chosen."""
+
+    generated_text: str = Field(description="Its text.")
+
+
+class DetailsBody(SequenceBody):
+    """Details of the answer, and the generations that were not chosen."""
+
+    best_of_sequences: list[BestOfSequenceBody] = optional(
+        "The other generations of `best_of`. Left out when empty.", default=[]
+    )
+
+
+class GenerateResponse(BaseModel):
+    """Answer of /generate."""
+
+    generated_text: str = Field(
+        description="The text, with the prompt before it if that was asked for."
+    )
+    details: DetailsBody | None = optional("Left out unless asked for.")
+
+
+class StreamDetailsBody(BaseModel):
+    """Details of a stream."""
+
+    finish_reason: str = Field(description="Why the text ended.")
+    generated_tokens: int = Field(description="How many tokens were generated.")
+    seed: int | None = Field(
+        description="The seed that tokens were drawn with. null: none were drawn."
+    )
+    input_length: int = Field(description="Tokens of the prompt.")
+
+
+class StreamResponse(BaseModel):
+    """One event of /generate_stream."""
+
+    index: int = Field(description="1 for the first token.")
+    token: TokenBody = Field(description="The token that was generated.")
+    top_tokens: list[TokenBody] = optional(
+        "The likeliest tokens of this step. Left out when empty.", default=[]
+    )
+    generated_text: str | None = Field(description="The whole text. Only in the last event.")
+    details: StreamDetailsBody | None = Field(description="Only in the last event, if asked for.")
+
 
 _EVENTS = events(
     "Lines `data: {…}`; what goes wrong after the body was read is one too, but for 429, 503 and "
@@ -108,7 +285,15 @@ def generate_answer(
     """The body of /generate."""
     answer: Json = {"generated_text": _full_text(best.ending.generated.text, asked)}
     if asked.details or asked.decoder_input_details:
-        answer["details"] = _details(best, others, asked)
+        details = _sequence(best)
+        if others:
+            details["best_of_sequences"] = [
+                {"generated_text": _full_text(other.ending.generated.text, asked)}
+                | _sequence(other)
+                | _top_tokens(other)
+                for other in others
+            ]
+        answer["details"] = details | _top_tokens(best)
     return answer
 
 
@@ -135,9 +320,10 @@ async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerat
     started = services.infer.start_many(asked, 1, services.options, is_stream=True)
     async with started as [generation]:
         yield b""
-        writer = TokenEvents(asked, generation.prompt_tokens)
+        num_tokens = 0
         async for outputs in generation:
-            yield writer.chunk(outputs)
+            yield token_events(outputs, num_tokens, asked, generation.prompt_tokens)
+            num_tokens += len(outputs)
 
 
 # Nearly every event; writing the payload with orjson gives the same bytes.
@@ -147,49 +333,27 @@ _TOKEN_EVENT = (
 )
 
 
-class TokenEvents:
-    """Writes the events of one stream; owns their count."""
-
-    def __init__(self, asked: GenerateParameters, prompt_tokens: int) -> None:
-        self._asked = asked
-        self._prompt_tokens = prompt_tokens
-        self._index = 0
-
-    def chunk(self, outputs: Sequence[TokenOutput]) -> bytes:
-        """The events of outputs that are ready together."""
-        return "".join([self._event(output) for output in outputs]).encode()
-
-    def _event(self, output: TokenOutput) -> str:
-        self._index += 1
-        token, _, top_tokens, generated = output
+def token_events(
+    outputs: Sequence[TokenOutput], num_before: int, asked: GenerateParameters, prompt_tokens: int
+) -> bytes:
+    """The events of outputs that are ready together, behind those of `num_before` tokens."""
+    events: list[str] = []
+    for index, (token, _, top_tokens, generated) in enumerate(outputs, num_before + 1):
         if not top_tokens and generated is None:
-            return _TOKEN_EVENT % (
-                self._index,
-                token.id,
-                orjson.dumps(token.text).decode(),
-                float32_json(token.logprob),
-                "true" if token.special else "false",
-            )
-        payload: Json = {"index": self._index, "token": _token(token)}
+            text, logprob = orjson.dumps(token.text).decode(), float32_json(token.logprob)
+            special = "true" if token.special else "false"
+            events.append(_TOKEN_EVENT % (index, token.id, text, logprob, special))
+            continue
+        payload: Json = {"index": index, "token": _token(token)}
         if top_tokens:
             payload["top_tokens"] = [_token(one) for one in top_tokens]
         payload |= {"generated_text": None, "details": None}
         if generated is not None:
-            payload["generated_text"] = _full_text(generated.text, self._asked)
-            if self._asked.details:
-                payload["details"] = _ending(generated) | {"input_length": self._prompt_tokens}
-        return event(payload).decode()
-
-
-def _details(best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters) -> Json:
-    details = _sequence(best)
-    if others:
-        details["best_of_sequences"] = [
-            {"generated_text": _full_text(other.ending.generated.text, asked), **_sequence(other)}
-            | _top_tokens(other)
-            for other in others
-        ]
-    return details | _top_tokens(best)
+            payload["generated_text"] = _full_text(generated.text, asked)
+            if asked.details:
+                payload["details"] = _ending(generated) | {"input_length": prompt_tokens}
+        events.append(event(payload).decode())
+    return "".join(events).encode()
 
 
 def _sequence(result: GenerateResult) -> Json:

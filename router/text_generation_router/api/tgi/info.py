@@ -7,16 +7,67 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from text_generation_router.api.errors import UNAUTHORIZED, ErrorResponse
 from text_generation_router.api.routes import ServicesDependency, get
-from text_generation_router.api.tgi.schemas import InfoResponse
 from text_generation_router.config import VERSION
 from text_generation_router.edge.keys import NEEDS_KEY
 from text_generation_router.errors import UnhealthyError
 from text_generation_router.metrics import CONTENT_TYPE
 from text_generation_router.services import Services
 from text_generation_router.state import ServerState, State
+
+
+class InfoResponse(BaseModel):
+    """What this server is and allows. Fields that TGI does not have are the last ones."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_id: str = Field(description="The served model.")
+    model_sha: str | None = Field(description="The revision of the model.")
+    model_pipeline_tag: str | None = Field(description="Always null.")
+    max_concurrent_requests: int = Field(
+        description="The most requests that wait or run at one time; one more is answered with 429."
+    )
+    max_best_of: int = Field(description="The largest `best_of`.")
+    max_stop_sequences: int = Field(description="The most stop sequences of one request.")
+    max_input_tokens: int = Field(description="The longest prompt, in tokens.")
+    max_total_tokens: int = Field(
+        description="The most tokens of a prompt and its answer together."
+    )
+    validation_workers: int = Field(description="Threads that tokenize prompts.")
+    max_client_batch_size: int = Field(
+        description="The value of --max-client-batch-size; no request is limited by it."
+    )
+    router: str = Field(description="The program that answers.")
+    version: str = Field(description="The version of that program.")
+    sha: str | None = Field(description="Always null.")
+    docker_label: str | None = Field(description="Always null.")
+    max_batch_total_tokens: int = Field(
+        description="The most tokens that all running requests may hold together."
+    )
+    max_batch_prefill_tokens: int = Field(description="The most tokens of prompts in one step.")
+    max_batch_size: int = Field(description="The most requests that are computed at one time.")
+    waiting_served_ratio: float = Field(
+        description="Waiting requests join when there are this many times as many as running "
+        "ones. Only without prefill chunking."
+    )
+    max_waiting_tokens: int = Field(
+        description="Steps after which waiting requests join at any ratio. Only without prefill "
+        "chunking."
+    )
+    model_dtype: str = Field(description="The number type that the model computes with.")
+    model_device_type: str = Field(description="What the model runs on.")
+    model_vocab_size: int = Field(description="Tokens in the vocabulary.")
+    num_shard: int = Field(description="Processes that the model is divided over.")
+    block_size: int = Field(description="Tokens in one block of the cache.")
+    num_blocks: int = Field(description="Blocks in the cache.")
+    attention_impl: str = Field(description="How attention is computed.")
+    features: dict[str, str] = Field(
+        description="What is on and what is off, and why.",
+        examples=[{"prefix_caching": "on", "speculation": "off: start with --speculate N"}],
+    )
 
 
 def features(services: Services) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 from pydantic import ValidationError
-from text_generation_router.api.tgi.schemas import (
+from text_generation_router.api.tgi.generate import (
     CompatGenerateRequest,
     GenerateParametersBody,
     GenerateRequest,
