@@ -170,6 +170,22 @@ def test_kernels_are_given_checked_addresses() -> None:
     assert found == {"vector.py"}
 
 
+@pytest.mark.parametrize(
+    "folder",
+    ["launcher", "router", "shard", "process", "benchmark", "benchmarks", "integration_tests"],
+)
+def test_calls_name_their_arguments(folder: str) -> None:
+    """No literal tuple is unpacked into a call."""
+    found = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                unpacked = [arg.value for arg in node.args if isinstance(arg, ast.Starred)]
+                if any(isinstance(value, ast.Tuple | ast.List) for value in unpacked):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
 def test_offline_imports_nothing_from_http() -> None:
     """`LLM` shares types of fields and chat messages with the routes, and no body of theirs."""
     package = "text_generation_router."

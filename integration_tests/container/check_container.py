@@ -107,10 +107,11 @@ def test_read_only_as_any_user(start: Start, data: Path, model: Path, has_data: 
     """User 1000 with the usual /data; and an unknown user without privileges, who can only write to
     /tmp."""
     mount = ("--user", "1000", "-v", f"{data}:/data")
+    user = mount if has_data else ("--user", "4242:4242", *NO_PRIVILEGES)
+    flags = (*user, "-p", "127.0.0.1::80", "-v", f"{model}:/model:ro")
     container = start(
         *READ_ONLY,
-        *(mount if has_data else ("--user", "4242:4242", *NO_PRIVILEGES)),
-        *("-p", "127.0.0.1::80", "-v", f"{model}:/model:ro"),
+        *flags,
         arguments=("--model-id", "/model"),
     )
     container.wait_until_ready()
@@ -175,18 +176,12 @@ def test_every_setting_by_environment(start: Start, data: Path, model: Path) -> 
 
 def test_sagemaker(start: Start, data: Path, model: Path) -> None:
     """SageMaker starts its image with the argument `serve`, and uses port 8080."""
-    container = start(
-        *(
-            "--entrypoint",
-            "sagemaker-entrypoint",
-            "-e",
-            "HF_MODEL_ID=/model",
-            "-e",
-            "SM_NUM_GPUS=1",
-        ),
+    flags = (
+        *("--entrypoint", "sagemaker-entrypoint"),
+        *("-e", "HF_MODEL_ID=/model", "-e", "SM_NUM_GPUS=1"),
         *("-p", "127.0.0.1::8080", "-v", f"{data}:/data", "-v", f"{model}:/model:ro"),
-        arguments=("serve",),
     )
+    container = start(*flags, arguments=("serve",))
     container.wait_until_ready(8080)
     with container.client(8080) as client:
         assert client.get("/ping").status_code == 200
@@ -204,8 +199,9 @@ def test_sagemaker_without_a_model(start: Start) -> None:
 
 def test_sigterm_under_load(start: Start, data: Path, model: Path) -> None:
     """Running and waiting streams end normally, new requests are refused, the exit code is 0."""
+    flags = ("-p", "127.0.0.1::80", "-v", f"{data}:/data", "-v", f"{model}:/model:ro")
     container = start(
-        *("-p", "127.0.0.1::80", "-v", f"{data}:/data", "-v", f"{model}:/model:ro"),
+        *flags,
         # One after the other, so that on a fast machine some still run at the signal.
         arguments=(
             *("--model-id", "/model", "--graceful-termination-timeout", "60"),

@@ -66,13 +66,13 @@ def test_a_folder_that_docker_made_for_root(
     """`-v $PWD/data:/data` works as well, and the log says what it costs."""
     tmp_path.chmod(0o755)
     (tmp_path / "data").mkdir(mode=0o755)
-    container = start(
+    flags = (
         *("-p", "127.0.0.1::80", "-v", f"{tmp_path}/data:/data"),
         *("-e", f"HF_ENDPOINT={hub.endpoint}"),
         # only to have the kernels at once
         *("-v", f"{data}:/kernels", "-e", "NUMBA_CACHE_DIR=/kernels/.kernels"),
-        arguments=FLAGS,
     )
+    container = start(*flags, arguments=FLAGS)
     container.wait_until_ready()
     log = container.stop()
     assert "user 1000 may not write to /data: some/model is kept in /tmp" in log
@@ -115,10 +115,8 @@ def test_memory_too_small_for_the_model(
 ) -> None:
     tmp_path.chmod(0o755)
     large = write_large_checkpoint(model, tmp_path / "large")
-    container = start(
-        *("--memory", "1500m", "-v", f"{data}:/data", "-v", f"{large}:/model:ro"),
-        arguments=("--model-id", "/model"),
-    )
+    flags = ("--memory", "1500m", "-v", f"{data}:/data", "-v", f"{large}:/model:ro")
+    container = start(*flags, arguments=("--model-id", "/model"))
     assert container.wait_for_exit() == 1
     errors = [line for line in container.log().splitlines() if " ERROR " in line]
     assert len(errors) == 1

@@ -335,11 +335,12 @@ def _check_tools(conversation: Conversation) -> None:
         )
     if len(set(names)) < len(names):
         raise ToolError("Two of `tools` have the same name; give each tool a different name")
-    chosen = [*(conversation.allowed_tools or ())]
-    if tools and choice not in ("auto", "required"):
-        chosen.append(choice)
-    if unknown := [name for name in chosen if name not in names]:
+    if unknown := [name for name in conversation.allowed_tools or () if name not in names]:
         raise ToolError(
-            f"Tool with name {unknown[0][:64]} not found; `tool_choice` must name tools that are "
-            "in `tools`"
+            f"Tool with name {unknown[0][:64]} not found; `tool_choice` may only name tools that "
+            "are in `tools`"
+        )
+    if tools and choice not in ("auto", "required", *names):
+        raise ToolError(
+            f"Tool with name {choice[:64]} not found; `tool_choice` must name one of `tools`"
         )

@@ -97,9 +97,8 @@ def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: Measu
     options = {"ignore_eos_token": True, "sampling": sampling, "top_n_tokens": 5}
     known, running = LONGEST - 12, range(ROWS - 1)
     driver.add([driver.request(n, [3] * known, max_new_tokens=12, **options) for n in running])
-    last = driver.request(
-        *(ROWS, [7] * (LONGEST - 2)), max_new_tokens=2, prefill_logprobs=True, **options
-    )
+    ids = [7] * (LONGEST - 2)
+    last = driver.request(ROWS, ids, max_new_tokens=2, prefill_logprobs=True, **options)
     driver.add([driver.part(last, LONGEST - 2 - TOKENS)], driver.advance({}))
 
     def compute() -> None:

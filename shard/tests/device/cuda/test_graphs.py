@@ -37,7 +37,8 @@ def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[pb.Generati
     collected."""
     requests = [
         driver.request(
-            *(number, range(3 + number, 20 + 5 * number)),
+            number,
+            range(3 + number, 20 + 5 * number),
             max_new_tokens=steps + 2,
             ignore_eos_token=True,
             top_n_tokens=2 if number == 1 else 0,
