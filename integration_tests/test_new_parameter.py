@@ -71,7 +71,8 @@ from shard.tests.sampling.test_sampler import choose
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_router import SamplingParams
-from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
+from text_generation_router.api.openai.chat import ChatRequest
+from text_generation_router.api.openai.completions import CompletionRequest
 from text_generation_router.api.tgi.generate import GenerateRequest
 from text_generation_router.errors import ValidationError
 from text_generation_router.metrics import Metrics

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from text_generation_router.api.errors import RequestError
-from text_generation_router.api.openai import stream
-from text_generation_router.api.openai.stream import PromptEntries
+from text_generation_router.api.openai import answers
+from text_generation_router.api.openai.answers import PromptEntries
 from text_generation_router.validation import GenerateParameters
 
 from router.tests.serving import Server, serve
@@ -16,7 +16,7 @@ PATH = "/v1/completions"
 
 
 def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 120)
+    monkeypatch.setattr(answers, "MOST_PROMPT_ENTRIES", 120)
     asked = GenerateParameters(inputs="", decoder_input_details=True, top_n_tokens=2)
     entries = PromptEntries(asked, 2, "logprobs")
     entries.add(10)
@@ -45,7 +45,7 @@ async def test_more_entries_than_one_answer_can_have(
     server: Server, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], param: str
 ) -> None:
     # The prompt has 20 tokens.
-    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 999)
+    monkeypatch.setattr(answers, "MOST_PROMPT_ENTRIES", 999)
     body = {"prompt": "x" * 19, "max_tokens": 4000} | given
     response = await server.client.post(PATH, json=body)
     assert response.status_code == 400, response.text
@@ -53,7 +53,7 @@ async def test_more_entries_than_one_answer_can_have(
     assert error["param"] == param and "at least 1000 log-probabilities" in error["message"]
     await server.settle()
     assert server.services.infer.free_permits == server.services.config.max_concurrent_requests
-    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 1000)
+    monkeypatch.setattr(answers, "MOST_PROMPT_ENTRIES", 1000)
     response = await server.client.post(PATH, json=body | {"max_tokens": 2})
     assert response.status_code == 200, response.text
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from text_generation_router.api.openai.stream import merged
+from text_generation_router.api.openai.answers import merged
 
 
 async def numbers(*pauses: float, failure: Exception | None = None) -> AsyncIterator[int]:

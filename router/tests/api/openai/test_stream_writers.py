@@ -3,17 +3,11 @@
 import asyncio
 from typing import Any
 
-import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.answers import event, float32
-from text_generation_router.api.openai.sampling import SamplingBody
-from text_generation_router.api.openai.stream import ChunkWriter
 from text_generation_router.api.tgi.generate import token_events
-from text_generation_router.request import (
-    Token,
-    TokenOutput,
-)
+from text_generation_router.request import Token, TokenOutput
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters
@@ -55,18 +49,6 @@ def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
     parts = (outputs[:middle], 0), (outputs[middle:], middle)
     chunks = [token_events(some, num_before, asked, 1) for some, num_before in parts]
     assert b"".join(chunks) == b"".join(expected)
-
-
-@given(
-    st.dictionaries(TEXTS, TEXTS | st.none() | st.integers(0, 9), min_size=1),
-    st.lists(st.dictionaries(TEXTS, TEXTS | st.none()), max_size=3),
-)
-def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
-    head.pop("choices", None)
-    head["id"] = "%b"
-    chunks = [{"choices": [choice]} for choice in choices]
-    expected = [b"data: " + orjson.dumps(head | chunk) + b"\n\n" for chunk in chunks]
-    assert ChunkWriter(head, SamplingBody()).chunks(chunks) == b"".join(expected)
 
 
 async def test_outputs_of_a_reader_that_is_cancelled_are_kept() -> None:

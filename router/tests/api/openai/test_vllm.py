@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
+from text_generation_router.api.openai.chat import ChatRequest
+from text_generation_router.api.openai.completions import CompletionRequest
 from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.format import detect_format
 from text_generation_router.grammar import write

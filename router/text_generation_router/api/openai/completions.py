@@ -5,36 +5,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
+from typing import Annotated, Any
 
 from fastapi import Response
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
+from text_generation_router.api.body import ResponseFormatBody, grammar_of
 from text_generation_router.api.errors import OPENAI_ERRORS, RequestError
-from text_generation_router.api.logprobs import (
-    ScoredToken,
-    completion_logprobs,
-    prompt_logprobs,
-)
+from text_generation_router.api.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from text_generation_router.api.models import check_model
-from text_generation_router.api.openai import stream
-from text_generation_router.api.openai.answers import (
-    STREAM,
-    Completion,
-    CompletionChunk,
-)
-from text_generation_router.api.openai.schemas import CompletionRequest, prompts_of
-from text_generation_router.api.openai.stream import Json, PromptEntries
+from text_generation_router.api.openai import answers
+from text_generation_router.api.openai.sampling import Prompts, VllmBody, prompts_of
 from text_generation_router.api.routes import ServicesDependency, events, post_router
+from text_generation_router.fields import NOT_SUPPORTED, Refused, Uint32, optional, refuses
 from text_generation_router.infer import gather_or_cancel
-from text_generation_router.request import (
-    FinishReason,
-    GenerateResult,
-    TokenOutput,
-)
+from text_generation_router.request import FinishReason, GenerateResult, TokenOutput
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.services import Services
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
+Json = dict[str, Any]
 PATH = "/v1/completions"
 # More ids are decoded in a thread.
 _FEW_IDS = 8192
@@ -42,11 +33,132 @@ _FEW_IDS = 8192
 router = post_router("OpenAI", OPENAI_ERRORS)
 
 
+class CompletionRequest(VllmBody):
+    """Body of /v1/completions."""
+
+    prompt: Prompts = Field(
+        description="A text, several, the ids of one, or the ids of several.",
+        examples=["My name is Olivier and I"],
+    )
+    echo: bool | None = optional("Put the prompt before the text.")
+    max_tokens: Uint32 | None = optional(
+        "The most tokens to generate. null: as many as fit. 0 with `echo`: only the prompt.",
+        default=16,
+    )
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = optional(
+        "Return log-probabilities, and this many of the likeliest tokens at each step."
+    )
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = optional(
+        "Generate this many texts and return the `n` likeliest."
+    )
+    suffix: Annotated[
+        str | None,
+        refuses(
+            "",
+            sentence="Suffix is not supported and can be achieved by preprocessing the prompt.",
+        ),
+        NOT_SUPPORTED,
+    ] = None
+    response_format: ResponseFormatBody | None = optional(
+        "What the text has to look like, as in chats."
+    )
+    prompt_embeds: Refused = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt_not_empty(cls, prompt: Any) -> Any:
+        if prompt == []:
+            raise ValueError("Empty array detected. Do not use an empty array for the prompt.")
+        return prompt
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_at_least_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if best_of is not None and best_of < n:
+            raise ValueError(f"must be >= `n`, which is {n}")
+        if best_of is not None and best_of > n and info.data.get("stream"):
+            raise ValueError("must be the same as `n` when `stream` is true")
+        return best_of
+
+    @field_validator("logprobs")
+    @classmethod
+    def _prompt_logprobs_not_streamed(
+        cls, logprobs: int | None, info: ValidationInfo
+    ) -> int | None:
+        if logprobs is not None and info.data.get("echo") and info.data.get("stream"):
+            raise ValueError("it can not be streamed together with `echo`")
+        return logprobs
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _none_with_echo_only(cls, max_tokens: int | None, info: ValidationInfo) -> int | None:
+        if max_tokens == 0 and not info.data.get("echo"):
+            raise ValueError("must be at least 1; it may be 0 where `echo` is true")
+        return max_tokens
+
+    def parameters(self) -> GenerateParameters:
+        """What is asked of the model, without a prompt."""
+        return self.sampling(
+            grammar=grammar_of(self.response_format),
+            top_n_tokens=self.logprobs,
+            # The one token that comes with the prompt's log-probabilities is thrown away.
+            max_new_tokens=1 if self.max_tokens == 0 else self.max_tokens,
+            add_special_tokens=self.add_special_tokens is not False,
+            decoder_input_details=bool(self.echo) and self.logprobs is not None,
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """How many texts are generated for one prompt; at least `num_sequences`."""
+        return self.num_sequences if self.best_of is None else self.best_of
+
+
+class CompletionLogprobs(BaseModel):
+    """All lists have one entry a token; offsets count characters."""
+
+    tokens: list[str] = Field(description="The text of each token.")
+    token_logprobs: list[float | None] = Field(description="The log-probability of each token.")
+    top_logprobs: list[dict[str, float] | None] | None = Field(
+        description="For each token the likeliest ones of its step."
+    )
+    text_offset: list[int] = Field(description="Where each token begins in the text.")
+
+
+class CompletionChoice(BaseModel):
+    """One text."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None = Field(description="Only if asked for.")
+    finish_reason: str | None = Field(
+        description="Why the text ended.", examples=["stop", "length"]
+    )
+    stop_reason: answers.StopReason = None
+    prompt_token_ids: answers.PromptIds = None
+    token_ids: answers.TokenIds = None
+    prompt_logprobs: answers.PromptLogprobs = None
+
+
+class Completion(answers.AnswerBody):
+    """Answer of /v1/completions."""
+
+    choices: list[CompletionChoice] = Field(description="The texts.")
+    usage: answers.Usage = Field(description="How many tokens they took.")
+
+
+class CompletionChunk(answers.AnswerBody):
+    """Event of /v1/completions."""
+
+    choices: list[CompletionChoice] = Field(description="The new part of a text.")
+    usage: answers.Usage | None = optional("Only if asked for: at the end, or so far.")
+
+
 @router.post(
     PATH,
     summary="Generate tokens",
     response_model=Completion | CompletionChunk,
-    responses=events(STREAM, CompletionChunk),
+    responses=events(answers.STREAM, CompletionChunk),
 )
 async def completions(body: CompletionRequest, services: ServicesDependency) -> Response:
     """Generate tokens after one or several prompts."""
@@ -54,9 +166,9 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
     prompts = await _prompts(body, services)
     services.metrics.request_count.inc()
     characters = sum(len(prompt.inputs) for prompt in prompts)
-    head = stream.envelope("cmpl", "text_completion", services, body.request_id)
+    head = answers.envelope("cmpl", "text_completion", services, body.request_id)
     if body.stream:
-        return await stream.stream_response(
+        return await answers.stream_response(
             PATH,
             head,
             body,
@@ -66,7 +178,7 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
             services,
         )
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    entries = PromptEntries(prompts[0], body.num_sequences, field)
+    entries = answers.PromptEntries(prompts[0], body.num_sequences, field)
     work = (
         services.infer.generate_many(prompt, body.num_candidates, services.options, entries.add)
         for prompt in prompts
@@ -86,7 +198,7 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
         made = list(chain(*results))
         answer = head | {"choices": choices, "usage": _usage(body, made)}
         endings = [result.ending for result in made]
-        return stream.whole_response(answer, body, endings, characters, services)
+        return answers.whole_response(answer, body, endings, characters, services)
 
     return await entries.answered(whole)
 
@@ -94,10 +206,10 @@ async def completions(body: CompletionRequest, services: ServicesDependency) -> 
 def _usage(body: CompletionRequest, made: Sequence[Entry | GenerateResult]) -> Json:
     """The usage of all generations, which have ended; each prompt is counted once."""
     firsts = made[:: body.num_candidates]
-    return stream.usage(
+    return answers.usage(
         sum(first.prompt_tokens for first in firsts),
         sum(first.cached_tokens for first in firsts),
-        0 if body.max_tokens == 0 else stream.generated_tokens(one.ending for one in made),
+        0 if body.max_tokens == 0 else answers.generated_tokens(one.ending for one in made),
     )
 
 
@@ -106,7 +218,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Generate
     RequestError for more than the server allows."""
     several = "best_of" if body.best_of else "n" if body.n else "prompt"
     given = prompts_of(body.prompt)
-    stream.check_num_sequences(len(given) * body.num_candidates, several, services)
+    answers.check_num_sequences(len(given) * body.num_candidates, several, services)
     asked = body.parameters()
     prompts: list[GenerateParameters] = []
     for prompt in given:
@@ -163,7 +275,7 @@ def _prompt_tokens(
     return [ScoredToken(decoder.step(token.id), token, tops) for token, tops in tokens]
 
 
-class _ChoiceWriter(stream.ChoiceWriter):
+class _ChoiceWriter(answers.ChoiceWriter):
     """One choice, whole or in chunks."""
 
     body: CompletionRequest

@@ -19,9 +19,8 @@ from text_generation_router.api.answers import (
 )
 from text_generation_router.api.errors import OPENAI_ERRORS, STATUSES, TGI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
-from text_generation_router.api.openai.sampling import TruncateTokens
-from text_generation_router.api.openai.schemas import Prompts, prompts_of
-from text_generation_router.api.openai.stream import envelope
+from text_generation_router.api.openai.answers import envelope
+from text_generation_router.api.openai.sampling import Prompts, TruncateTokens, prompts_of
 from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused, optional

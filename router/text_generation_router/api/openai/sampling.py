@@ -7,7 +7,8 @@ server's own.
 """
 
 import json
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
@@ -27,6 +28,7 @@ from text_generation_router.fields import (
     CacheSalt,
     Items,
     LogitBias,
+    Numbers,
     NumSequences,
     Refused,
     Seed,
@@ -90,6 +92,17 @@ def _not_to_nothing(given: int) -> int:
 
 TruncateTokens = Annotated[int, Field(ge=-1, lt=2**32), AfterValidator(_not_to_nothing)]
 """The tokens to which a longer prompt is cut; -1: as many as can be."""
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Prompts = str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]]
+
+
+def prompts_of(given: Prompts) -> Sequence[str | list[int]]:
+    """The prompts, texts or ids."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return cast("Sequence[str | list[int]]", given)
 
 
 class StructuredOutputsBody(Body):
@@ -156,11 +169,6 @@ class SamplingBody(Body):
     def num_sequences(self) -> int:
         """`n` or its default."""
         return 1 if self.n is None else self.n
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def tells_usage(self) -> bool:
@@ -252,11 +260,6 @@ class VllmBody(SamplingBody):
     def shows_special_tokens(self) -> bool:
         """Whether the text has special tokens, too."""
         return self.skip_special_tokens is False
-
-    @property
-    def tells_stop_reason(self) -> bool:
-        """Whether an answer says what ended it: only where there is something that could."""
-        return bool(self.stop_token_ids) or bool(self.stop)
 
     def sampling(
         self,

@@ -8,10 +8,8 @@ from pydantic import Discriminator, Field, Tag
 
 from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import TGI_ERRORS
-from text_generation_router.api.openai.answers import ChatCompletion, Completion
-from text_generation_router.api.openai.chat import chat_completions
-from text_generation_router.api.openai.completions import completions
-from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
+from text_generation_router.api.openai.chat import ChatCompletion, ChatRequest, chat_completions
+from text_generation_router.api.openai.completions import Completion, CompletionRequest, completions
 from text_generation_router.api.routes import (
     ServicesDependency,
     events,
