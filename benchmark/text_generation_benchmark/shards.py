@@ -10,10 +10,9 @@ from text_generation_process.sampling import Sampling
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.request import GenerateParameters, Request
-from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
-from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.step import Plan
 from text_generation_router.text.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError

@@ -26,7 +26,7 @@ from text_generation_router.chat.parser import (
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.request import FinishReason, GenerateParameters, Request, TokenOutput
-from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.entry import Answer
 from text_generation_router.text.tokenizer import Tokenizer
 
 MODEL = Path(text_generation_launcher.__file__).parent / "embedded_model"

@@ -11,12 +11,7 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import (
-    CachedBatch,
-    GrammarResult,
-    StepResult,
-)
+from text_generation_router.scheduler.step import CachedBatch, GrammarResult, Plan, StepResult
 
 from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of
 

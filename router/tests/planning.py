@@ -5,12 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.costs import StepCosts
-from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.entry import Answer, Entry
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.shards import StepResult
+from text_generation_router.scheduler.step import Plan, StepResult
 
 from router.tests.scheduling import check_integrity, make_limits, make_request, make_tokenizer
 

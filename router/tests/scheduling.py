@@ -17,10 +17,11 @@ from text_generation_router.request import (
     Request,
     TokenOutput,
 )
-from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
+from text_generation_router.scheduler.batcher import Batcher
+from text_generation_router.scheduler.costs import SchedulerLimits
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.planner import Planner
+from text_generation_router.scheduler.step import Plan
 
 from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
 from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, ids_of, make_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from text_generation_router.errors import GrammarError, ValidationError
 from text_generation_router.grammar import GrammarCompiler, checked_schema, rust, write
 from text_generation_router.request import Grammar
-from text_generation_router.scheduler.shards import GrammarResult
+from text_generation_router.scheduler.step import GrammarResult
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -29,8 +29,8 @@ from text_generation_router.pooling import pooling_of
 from text_generation_router.request import Pooling
 from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.reranker import Reranker, find_reranker
-from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
-from text_generation_router.scheduler.costs import StepCosts, StepDeadlines
+from text_generation_router.scheduler.batcher import Batcher
+from text_generation_router.scheduler.costs import SchedulerLimits, StepCosts, StepDeadlines
 from text_generation_router.state import LOADING, ServerState, State
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation

@@ -9,7 +9,7 @@ from text_generation_proto import pb
 from text_generation_router.client.shards import failure, merge_infos, merge_steps
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.shards import LostStepError, SilentShardError
+from text_generation_router.scheduler.step import LostStepError, SilentShardError
 
 INFO = ShardInfo("float32", "cpu", 16, "compiled", 100, 2048, "1", 0, 2, spares_core=True)
 OTHER = replace(INFO, rank=1)

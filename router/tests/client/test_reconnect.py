@@ -12,7 +12,7 @@ from text_generation_router.client import recovery
 from text_generation_router.client.recovery import Reconnection
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.shards import GoneShardError
+from text_generation_router.scheduler.step import GoneShardError
 
 from router.tests.fake_shards import INFO, WARMUP, FakeShards
 

@@ -15,7 +15,7 @@ from text_generation_router.client import shards as client_shards
 from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.shards import GoneShardError, LostStepError
+from text_generation_router.scheduler.step import GoneShardError, LostStepError
 
 from router.tests.client.test_shards import CALLS, Rank, make_prefill, serving
 from router.tests.scheduling import make_decode

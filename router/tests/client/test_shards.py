@@ -14,12 +14,7 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import (
-    CachedBatch,
-    GrammarResult,
-    LostStepError,
-)
+from text_generation_router.scheduler.step import CachedBatch, GrammarResult, LostStepError, Plan
 
 from router.tests.client.test_translate import make_entry
 from router.tests.scheduling import make_decode

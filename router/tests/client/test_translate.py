@@ -10,10 +10,8 @@ from text_generation_proto import pb
 from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.request import FinishReason, GenerateParameters, Pooling, Request
-from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import CachedBatch
+from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.step import CachedBatch, Plan
 
 from router.tests.scheduling import make_tokenizer
 

@@ -11,7 +11,7 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.shards import LostStepError
+from text_generation_router.scheduler.step import LostStepError
 
 from router.tests.scheduling import (
     BOS_ID,

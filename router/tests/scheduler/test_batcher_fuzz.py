@@ -11,7 +11,7 @@ from text_generation_router.errors import (
 )
 from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.costs import StepCosts
-from text_generation_router.scheduler.shards import LostStepError
+from text_generation_router.scheduler.step import LostStepError
 
 from router.tests.fake_shards import EOS_ID, FakeShards, letters
 from router.tests.scheduling import Outcome, check_integrity, collect, make_request, running

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from text_generation_router.scheduler import batcher
-from text_generation_router.scheduler.delivery import DELIVERIES_PER_TURN
+from text_generation_router.scheduler.step import DELIVERIES_PER_TURN
 
 from router.tests.fake_shards import FakeShards, expected_ids
 from router.tests.scheduling import Failing, running

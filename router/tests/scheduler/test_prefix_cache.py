@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable, Chain
+from text_generation_router.scheduler.blocks import BlockAllocator
+from text_generation_router.scheduler.entry import BlockTable, Chain
 
 BLOCK_SIZE = 2
 

@@ -20,7 +20,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import (
+from text_generation_router.scheduler.step import (
     GoneShardError,
     GrammarResult,
     LostStepError,

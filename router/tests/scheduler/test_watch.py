@@ -6,11 +6,7 @@ import pytest
 from text_generation_router.client import recovery
 from text_generation_router.client.recovery import WatchedShards
 from text_generation_router.scheduler.costs import UNMEASURED_S, StepCosts, StepDeadlines
-from text_generation_router.scheduler.shards import (
-    GoneShardError,
-    LostStepError,
-    StepResult,
-)
+from text_generation_router.scheduler.step import GoneShardError, LostStepError, StepResult
 
 from router.tests.scheduling import (
     FakeShards,

@@ -12,13 +12,13 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError, UnhealthyError
 from text_generation_router.scheduler.costs import UNMEASURED_S, StepDeadlines
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import (
+from text_generation_router.scheduler.step import (
     CachedBatch,
     GoneShardError,
     GrammarResult,
     LostStepError,
     NoShardsError,
+    Plan,
     SilentShardError,
     StepResult,
 )

@@ -19,12 +19,12 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo, WarmupResult, from_info
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import (
+from text_generation_router.scheduler.step import (
     CachedBatch,
     GoneShardError,
     GrammarResult,
     LostStepError,
+    Plan,
     SilentShardError,
     StepResult,
 )

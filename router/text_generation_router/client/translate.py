@@ -8,8 +8,7 @@ from text_generation_process.sampling import FinishReason, Pooling
 from text_generation_proto import pb
 
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import CachedBatch, GrammarResult, StepResult
+from text_generation_router.scheduler.step import CachedBatch, GrammarResult, Plan, StepResult
 
 # By name; the wire's others are no endings.
 _FINISH_REASONS = {

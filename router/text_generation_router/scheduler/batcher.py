@@ -12,11 +12,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from text_generation_router.callers import EndingRate
 from text_generation_router.errors import (
@@ -29,20 +29,20 @@ from text_generation_router.errors import (
 )
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
-from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.delivery import Delivery, Method
-from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.costs import SchedulerLimits
+from text_generation_router.scheduler.entry import Answer, Entry, EntryState
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.shards import (
+from text_generation_router.scheduler.step import (
     CachedBatch,
+    Delivery,
     LostStepError,
+    Method,
     NoShardsError,
+    Plan,
+    Shards,
     StepResult,
 )
 from text_generation_router.text.tokenizer import Tokenizer
-
-__all__ = ["Batcher", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +54,6 @@ AHEAD_S = 0.008
 FRESH_S = 1.0
 # A request that ran at this many losses of the shards may be their cause: it is not computed again.
 MOST_LOSSES = 3
-
-
-class Shards(Protocol):
-    """The shards as the Batcher sees them: see `client.recovery.WatchedShards`."""
-
-    num_losses: int
-    error: GenerationError
-    on_loss: Callable[[], None]
-
-    def step(
-        self, plan: Plan, batch_id: int, cached_batch_id: int | None = None
-    ) -> asyncio.Task[StepResult]: ...
-
-    def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> Awaitable[CachedBatch]: ...
-
-    def clear_cache(self, batch_id: int | None) -> Awaitable[None]: ...
-
-    def health(self) -> Awaitable[None]: ...
-
-    async def is_lost_with(self, error: GenerationError) -> bool: ...
-
-    async def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +117,11 @@ class Batcher:
         # Set when no more entries are taken, for ever: the error of new requests.
         self._refusal: Callable[[], RouterError] | None = None
         self._metrics = metrics
-        self._delivery = Delivery(metrics, self.planner, limits, self._end)
+        self._delivery = Delivery(metrics, self._end)
         # How fast waiting entries are admitted, since the queue was last empty.
         self._admissions = EndingRate()
         shards.on_loss = self._work.set
+        _show(self.planner, limits.block_size, metrics)
 
     # ---- Called by clients, between the steps of `run` ----
 
@@ -333,7 +312,7 @@ class Batcher:
         for entry in newcomers:
             entry.started, entry.cached_tokens = now, entry.num_cached_tokens
         self._admissions.end(now, len(newcomers))
-        self._delivery.note_admission(plan)
+        self._delivery.note_admission(plan, self.planner.reason)
 
     async def _receive(self, step: _Step) -> tuple[_Step, StepResult] | None:
         """Waits for a step and records it; None if it failed."""
@@ -454,3 +433,15 @@ class Batcher:
         self._refusal = self._refusal or refusal
         for entry in list(self._live.values()):
             self._end(entry, ending())
+
+
+def _show(planner: Planner, block_size: int, metrics: Metrics) -> None:
+    """Queue, rows and blocks are read when the page of metrics is rendered."""
+    metrics.queue_size.read = lambda: len(planner.queue)
+    metrics.batch_current_size.read = lambda: len(planner.running)
+    metrics.batch_current_max_tokens.read = lambda: planner.blocks.allocator.num_used * block_size
+    metrics.batch_max_total_tokens.read = lambda: planner.blocks.allocator.num_blocks * block_size
+    metrics.kv_blocks_used.read = lambda: planner.blocks.allocator.num_used
+    metrics.kv_blocks_free.read = lambda: planner.blocks.allocator.num_free
+    metrics.prefix_cache_blocks.read = lambda: planner.blocks.allocator.num_cached
+    metrics.request_preempted.read = lambda: planner.num_preempted

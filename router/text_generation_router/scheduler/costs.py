@@ -1,8 +1,8 @@
-"""What steps cost, and what follows from it: how many prompt tokens a step computes beside decoding
-rows, and how long it may take."""
+"""The limits of steps and what they cost, and what follows from it: how many prompt tokens a step
+computes beside decoding rows, and how long it may take."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from text_generation_process.defaults import (
     CONTEXT_UNIT,
@@ -35,6 +35,41 @@ class StepCosts:
     # Cost of a prompt token, and what every CONTEXT_UNIT preceding tokens add to it.
     prefill_token_ns: int = 0
     prefill_context_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The limits of the scheduler, in tokens where nothing else is said."""
+
+    num_blocks: int
+    block_size: int
+    # Rows.
+    max_batch_size: int
+    # Prompt tokens in one step.
+    max_batch_prefill_tokens: int
+    # In KV blocks at once; no effect when the blocks hold less.
+    max_batch_total_tokens: int
+    # Without chunks, entries join a running batch when this many times its size are waiting …
+    waiting_served_ratio: float
+    # … or when this number of steps has passed since entries joined.
+    max_waiting_tokens: int
+    # A row that grows beyond this length rewrites all its blocks; None: no row does.
+    recompute_at: int | None = None
+    # The KV of a longer prompt depends on its length; None: it never does.
+    prompt_scaled_at: int | None = None
+    # Snapshots of the states that the model keeps per row; None: it keeps none.
+    num_snapshots: int | None = None
+    # Requests share the blocks of equal beginnings.
+    shares_prefixes: bool = True
+    # A prompt is computed in several steps if it would delay decoding rows.
+    chunks_prompts: bool = True
+    # Draft tokens per request and step at most.
+    speculate: int = 0
+    # A step may be launched before the previous step is done, if it does not depend on its result.
+    runs_ahead: bool = False
+    costs: StepCosts = field(default_factory=StepCosts)
+    # From one token of a request to the next; None: as `ChunkedPrefill` decides.
+    target_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

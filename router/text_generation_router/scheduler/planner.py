@@ -9,12 +9,10 @@ import sys
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from text_generation_router.scheduler.blocks import PendingBlocks
-from text_generation_router.scheduler.costs import Budget, ChunkedPrefill
+from text_generation_router.scheduler.blocks import EntryBlocks, PendingBlocks
+from text_generation_router.scheduler.costs import Budget, ChunkedPrefill, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.entry_blocks import EntryBlocks
-from text_generation_router.scheduler.plan import Plan, SchedulerLimits
-from text_generation_router.scheduler.shards import StepResult
+from text_generation_router.scheduler.step import Plan, StepResult
 
 _ID, _RANK = attrgetter("id"), attrgetter("rank")
 
@@ -63,8 +61,8 @@ class Planner:
         )
         # Since entries were admitted.
         self._num_steps = 0
-        self.may_wait = True
-        """Whether the last entries were admitted because of their number, not of their wait."""
+        self.reason = ""
+        """Why the last entries were admitted, in the words of the metric."""
         self.is_closed = False
         """Set when newcomers have made a step fail: none is admitted to the next step."""
         self.num_preempted = 0
@@ -233,7 +231,10 @@ class Planner:
                 self.blocks.release(entry)
                 self.queue.append(entry)
             admitted, chunks = self._share(joins=False)
-        self.may_wait = not self.running or self._may_wait
+        is_early = not self.running or self._may_wait
+        self.reason = "backpressure" if is_early else "wait_exceeded"
+        if self._limits.chunks_prompts:
+            self.reason = "chunking"
         return admitted, chunks
 
     @property

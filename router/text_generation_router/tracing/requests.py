@@ -28,8 +28,7 @@ from text_generation_process.tracing import SERVICE, end_span, mark_failed, trac
 from text_generation_router.logs import TRACE, current
 from text_generation_router.request import Ending
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.plan import Plan
-from text_generation_router.scheduler.shards import StepResult
+from text_generation_router.scheduler.step import Plan, StepResult
 
 # Sequences of a request that have spans; all others only count in its usage.
 MOST_SEQUENCES = 16

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from text_generation_router.api.answers import event, float32
 from text_generation_router.api.tgi.generate import token_events
 from text_generation_router.request import Token, TokenOutput
-from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.entry import Answer, Entry
 from text_generation_router.validation import GenerateParameters
 
 from router.tests.scheduling import make_request, make_tokenizer

@@ -1,6 +1,6 @@
 import pytest
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.shards import CachedBatch, StepResult
+from text_generation_router.scheduler.step import CachedBatch, StepResult
 
 
 @pytest.mark.parametrize(

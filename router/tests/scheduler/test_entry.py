@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.request import FinishReason, TokenOutput
-from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.entry import Answer
 from text_generation_router.text.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
 from router.tests.scheduling import make_request
