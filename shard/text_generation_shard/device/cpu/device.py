@@ -14,7 +14,6 @@ from text_generation_shard.device.cpu.attention import PackedAttention, unwritte
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.host import num_cores
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
-from text_generation_shard.device.cpu.kernels.linear import PackedWeight
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.matrices import (
@@ -23,6 +22,7 @@ from text_generation_shard.device.cpu.matrices import (
     OneDnnMatrix,
     PackedInt4Matrix,
     PackedInt8Matrix,
+    PackedWeight,
 )
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.forward import Attention, Scoring

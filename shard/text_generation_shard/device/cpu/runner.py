@@ -19,10 +19,16 @@ from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.kernels import layers
 from text_generation_shard.device.cpu.kernels.choice import Choices, choose
 from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
-from text_generation_shard.device.cpu.kernels.linear import PackedWeight, weights_marker
 from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
-from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
+from text_generation_shard.device.cpu.kernels.vector import (
+    INT8,
+    aligned,
+    marker,
+    tensor_address,
+    weights_marker,
+)
+from text_generation_shard.device.cpu.matrices import PackedWeight
 from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerWeights
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.matrices import FloatTable

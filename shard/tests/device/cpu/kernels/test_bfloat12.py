@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, vector
 from text_generation_shard.device.cpu.kernels.bfloat12 import narrow
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
+from text_generation_shard.device.cpu.matrices import PackedWeight, pack
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="12 bits need AVX-512")
@@ -53,7 +54,7 @@ def weights(outputs: int, inputs: int) -> Tensor:
 def test_no_number_is_changed(size: tuple[int, int]) -> None:
     inputs = torch.eye(size[1], dtype=torch.bfloat16)
     for weight in (weights(*size), any_numbers(*size)):
-        out = linear.PackedWeight(weight)(inputs).T
+        out = PackedWeight(weight)(inputs).T
         assert torch.equal(out, weight)
 
 
@@ -62,10 +63,10 @@ def test_sums_are_those_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit if every number has a code: no number is 2 ** 14 times smaller than another."""
     weight = (0.001 + torch.rand(320, 96)) * torch.randint(-1, 2, (320, 96))
     weight = weight.bfloat16()
-    assert linear.PackedWeight(weight).nbytes < 0.8 * weight.nbytes
-    narrowed = [linear.PackedWeight(weight, is_gated=gated) for gated in (False, True)]
-    monkeypatch.setattr(linear, "weights_marker", lambda dtype: BFLOAT16)
-    plain = [linear.PackedWeight(weight, is_gated=gated) for gated in (False, True)]
+    assert PackedWeight(weight).nbytes < 0.8 * weight.nbytes
+    narrowed = [PackedWeight(weight, is_gated=gated) for gated in (False, True)]
+    monkeypatch.setattr(vector, "weights_marker", lambda dtype: BFLOAT16)
+    plain = [PackedWeight(weight, is_gated=gated) for gated in (False, True)]
     for rows in ROWS:
         hidden = torch.randn(rows, 96, dtype=torch.bfloat16)
         for ours, theirs in zip(narrowed, plain, strict=True):
@@ -75,8 +76,8 @@ def test_sums_are_those_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_exceptions_are_added_alike_in_any_batch(is_gated: bool) -> None:
     weight = weights(96, 72)
-    assert len(narrow(linear.pack(weight, 4)).beside) > 36 * 8
-    packed = linear.PackedWeight(weight, is_gated=is_gated)
+    assert len(narrow(pack(weight, 4)).beside) > 36 * 8
+    packed = PackedWeight(weight, is_gated=is_gated)
     hidden = torch.randn(max(ROWS), 72, dtype=torch.bfloat16)
     together = packed(hidden)
     for rows in ROWS:
@@ -90,7 +91,7 @@ def test_exceptions_are_added_alike_in_any_batch(is_gated: bool) -> None:
 def test_numbers_that_are_not_finite_stay_so() -> None:
     weight = torch.full((16, 8), 0.5, dtype=torch.bfloat16)
     weight[0, 3], weight[1, 3], weight[2, 3] = float("inf"), float("-inf"), float("nan")
-    out = linear.PackedWeight(weight)(torch.ones(1, 8, dtype=torch.bfloat16))[0]
+    out = PackedWeight(weight)(torch.ones(1, 8, dtype=torch.bfloat16))[0]
     assert out[0] == float("inf") and out[1] == float("-inf") and out[2].isnan()
     assert (out[3:] == 4).all()
 
@@ -102,5 +103,5 @@ def test_a_trained_model_takes_three_quarters() -> None:
     for weight in load_file(path).values():
         if weight.dim() == 2:
             plain += 2 * weight.numel()
-            narrowed += linear.PackedWeight(weight.bfloat16()).nbytes
+            narrowed += PackedWeight(weight.bfloat16()).nbytes
     assert 0.75 * plain < narrowed < 0.78 * plain

@@ -12,14 +12,15 @@ from text_generation_shard.arrays import Ints
 from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise, tile
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, pointwise, tile
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
-from text_generation_shard.device.cpu.kernels.llvm import call
+from text_generation_shard.device.cpu.kernels.llvm import BYTES, call, load, store
 from text_generation_shard.device.cpu.matrices import (
     Int4Matrix,
     Int8Matrix,
     PackedInt4Matrix,
     PackedInt8Matrix,
+    PackedWeight,
 )
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import TorchRotation
@@ -44,7 +45,7 @@ def _seed() -> None:
 def test_linear(dtype: torch.dtype, size: tuple[int, int], rows: int) -> None:
     weight = torch.randn(size).to(dtype)
     hidden = torch.randn(rows, size[1]).to(dtype)
-    out = linear.PackedWeight(weight)(hidden)
+    out = PackedWeight(weight)(hidden)
     expected = hidden.double() @ weight.double().T
     assert out.dtype is dtype
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-4)
@@ -53,7 +54,7 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     weight = torch.randn(100, 70).to(dtype)
-    packed = linear.PackedWeight(weight)
+    packed = PackedWeight(weight)
     hidden = torch.randn(270, 70).to(dtype)
     together = packed(hidden)
     for first, last in [(0, 1), (3, 5), (7, 10), (100, 104), (200, 209), (255, 270)]:
@@ -76,6 +77,35 @@ def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]
     assert ((together.double() - hidden.double() @ exact).abs() / scale).max() < 0.01
     for first, last in [(0, 1), (3, 5), (7, 10), (100, 104), (200, 211), (30, 54), (250, 300)]:
         assert torch.equal(product(hidden[first:last]), together[first:last])
+
+
+@pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
+@pytest.mark.slow
+def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
+    """255 one-hot inputs, one for each number; 17 outputs, which do not fill the panels."""
+    numbers = torch.arange(-127, 128, dtype=torch.int8).expand(17, 255)
+    weight = PackedWeight(numbers, torch.full((17,), 0.5))
+    out = weight(torch.eye(255, dtype=torch.bfloat16))
+    assert torch.equal(out.T.float(), numbers.bfloat16().float() / 2)
+    assert torch.equal(weight.rows(torch.tensor([0, 16])), numbers[:2])
+
+
+@pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
+def test_bytes_on_a_processor_without_tables_of_them() -> None:
+    """Without AVX512_VBMI: the same bits for every magnitude and both signs."""
+
+    @njit
+    def convert(numbers, lower, upper):  # type: ignore[no-untyped-def]
+        parts = tile.convert_magnitudes(load(BYTES, numbers))
+        store(parts[0], lower)
+        store(parts[1], upper)
+
+    for first in range(-128, 128, 64):
+        numbers = torch.arange(first, first + 64, dtype=torch.int8)
+        halves = torch.zeros(2, 64, dtype=torch.int8)
+        convert(numbers.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
+        expected = (numbers & 127).bfloat16().view(torch.int8).view(64, 2)
+        assert torch.equal(halves.T, expected)
 
 
 def test_tiles_of_two_sizes_have_no_common_name() -> None:
@@ -115,7 +145,7 @@ def test_tensors_that_would_be_misread_are_refused() -> None:
         pointwise.add_norm(one, None, 1.0, weight, 1e-5)
     with pytest.raises(AssertionError, match="bfloat16"):
         pointwise.add_norm(one.contiguous(), one.bfloat16(), 1.0, weight, 1e-5)
-    product = linear.PackedWeight(torch.randn(16, 16))
+    product = PackedWeight(torch.randn(16, 16))
     with pytest.raises(AssertionError, match="bfloat16"):
         product(one.bfloat16().contiguous())
     with pytest.raises(AssertionError, match="strides"):
@@ -144,7 +174,7 @@ def test_gated(quantize: str) -> None:
         product, gated = (form(weight, torch.bfloat16, is_gated=gate) for gate in (False, True))
     else:
         kept = weight.to(getattr(torch, quantize))
-        product, gated = (linear.PackedWeight(kept, is_gated=gate) for gate in (False, True))
+        product, gated = (PackedWeight(kept, is_gated=gate) for gate in (False, True))
     for rows in (1, 2, 3, 5, 7, 40, 300):
         hidden = torch.randn(rows, 96).to(torch.float32 if is_float32 else torch.bfloat16)
         gate, up = product(hidden).float().chunk(2, dim=-1)

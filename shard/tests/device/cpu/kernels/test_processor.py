@@ -16,8 +16,7 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Activation, DeviceOptions
 from text_generation_shard.device.cpu import device
 from text_generation_shard.device.cpu.kernels import processor
-from text_generation_shard.device.cpu.kernels.linear import PackedWeight
-from text_generation_shard.device.cpu.matrices import OneDnnMatrix
+from text_generation_shard.device.cpu.matrices import OneDnnMatrix, PackedWeight
 
 from shard.tests.driver import open_cpu
 from shard.tests.processors import (
@@ -34,12 +33,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = "shard/tests/device/cpu/kernels/test_kernels.py"
 LAYERS = "shard/tests/device/cpu/kernels/test_layers.py::test_equals_one_by_one[llama3-form1]"
-FEW_BITS = [
-    "shard/tests/device/cpu/kernels/test_grouped_linear.py",
-    "shard/tests/device/cpu/kernels/test_bfloat12.py",
-]
+FEW_BITS = "shard/tests/device/cpu/kernels/test_bfloat12.py"
 # In float32, Skylake's code is like that of any AVX-512 processor.
-TESTED = {HASWELL: [KERNELS, LAYERS], SKYLAKE: [KERNELS, *FEW_BITS, "-k", "not dtype0"]}
+TESTED = {HASWELL: [KERNELS, LAYERS], SKYLAKE: [KERNELS, FEW_BITS, "-k", "not dtype0"]}
 COMPILED = ["multiply_item", "attend_task"]
 
 

@@ -21,7 +21,6 @@ from text_generation_shard.device.cpu.kernels import (
     Count,
     llvm,
     vector,
-    vector_code,
 )
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INTS, LANES, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.tile import Pages, by_size, paged_tile, tile
@@ -252,13 +251,13 @@ def _step(kind: Any, scores: int, weights: int, best: int, totals: int, low: int
     fourth = _seen(scores + 3 * VECTOR_BYTES, low - 3 * LANES, high - 3 * LANES)
     peaks = _larger(_larger(_larger(first, second), third), fourth)
     top, shrink = llvm.array_at(FLOAT32, best)[0], np.float32(1.0)
-    if vector_code.is_any(peaks > top + _HEADROOM):
+    if vector.is_any(peaks > top + _HEADROOM):
         # A numerator would become too large: move the reference.
-        before, top = llvm.filled(FLOATS, top), vector_code.largest_of_lanes(peaks)
+        before, top = llvm.filled(FLOATS, top), vector.largest_of_lanes(peaks)
         llvm.array_at(FLOAT32, best)[0] = top
         shrinks = vector.exponential(kind, before - top)
         llvm.store(llvm.load(FLOATS, totals) * shrinks, totals)
-        shrink = vector_code.first_lane(shrinks)
+        shrink = vector.first_lane(shrinks)
     total = _weigh(kind, first, low, high, top, weights)
     at = weights + step
     total = total + _weigh(kind, second, low - LANES, high - LANES, top, at)

@@ -24,7 +24,6 @@ from text_generation_shard.device.cpu.kernels import (
     llvm,
     struct_type,
     vector,
-    vector_code,
 )
 from text_generation_shard.device.cpu.kernels.items import compute_all
 from text_generation_shard.device.cpu.kernels.llvm import INTS, LANES, VECTOR_BYTES, WORDS
@@ -62,17 +61,15 @@ def decoded(address: int) -> Any:
     others = llvm.load(WORDS, address + 2 * VECTOR_BYTES)
     return (
         _numbers(codes, words),
-        _numbers(codes >> _BITS, vector_code.swap_bytes(words)),
+        _numbers(codes >> _BITS, vector.swap_bytes(words)),
         _numbers(codes >> (2 * _BITS), others),
-        _numbers(codes >> (3 * _BITS), vector_code.swap_bytes(others)),
+        _numbers(codes >> (3 * _BITS), vector.swap_bytes(others)),
     )
 
 
 @vector.inlined
 def _numbers(codes: Any, words: Any) -> Any:
-    return llvm.reinterpreted(
-        INTS, (words & _SIGN_AND_MANTISSA) | vector_code.look_up(_TABLE, codes)
-    )
+    return llvm.reinterpreted(INTS, (words & _SIGN_AND_MANTISSA) | vector.look_up(_TABLE, codes))
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
@@ -92,9 +89,9 @@ def add_exceptions(
         start, source = (vectors + index * VECTOR_BYTES,), inputs + steps[index] * vector.STEP_BYTES
         for row in range(rows):
             at, own = source + row * row_bytes, sums + row * SUMS_BYTES
-            total = vector_code.load_sums(1, 1, own, 0)
-            total = vector_code.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
-            vector_code.store_sums(total, 1, own, 0)
+            total = vector.load_sums(1, 1, own, 0)
+            total = vector.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
+            vector.store_sums(total, 1, own, 0)
 
 
 @vector.inlined
@@ -135,7 +132,7 @@ PANELS: Final = struct_type(Panels)
 
 
 def narrow(packed: Tensor) -> Narrowed:
-    """Convert a bfloat16 weight [panels, steps, 16, 2] of `linear.pack` to 12 bits; steps is a
+    """Convert a bfloat16 weight [panels, steps, 16, 2] of `matrices.pack` to 12 bits; steps is a
     multiple of 4. Subnormal weights become 0; and in an output with weights of 2 ** 34 or more,
     weights below 2 ** -158 times the largest may become 0."""
     count, steps = packed.shape[:2]
@@ -250,9 +247,9 @@ def _store_codes(vectors: int, highest: Any, target: int) -> Any:
     code_3, kept_3, is_3 = _coded(vectors + 3 * VECTOR_BYTES, highest)
     lower, upper = code_0 | (code_1 << _BITS), code_2 | (code_3 << _BITS)
     llvm.store(lower | (upper << (2 * _BITS)), target)
-    llvm.store(kept_0 | vector_code.swap_bytes(kept_1), target + VECTOR_BYTES)
-    llvm.store(kept_2 | vector_code.swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
-    return vector_code.is_any(is_0 | is_1 | is_2 | is_3)
+    llvm.store(kept_0 | vector.swap_bytes(kept_1), target + VECTOR_BYTES)
+    llvm.store(kept_2 | vector.swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
+    return vector.is_any(is_0 | is_1 | is_2 | is_3)
 
 
 @vector.inlined
@@ -266,4 +263,4 @@ def _store_exceptions(source: int, highest: Any, target: int) -> Any:
     moved = llvm.chosen(exponents > 0, moved, 0)
     moved = llvm.chosen(_exponents(words) == _INFINITE, words, moved)
     llvm.store(llvm.chosen(is_exception, moved, 0), target)
-    return vector_code.is_any(is_exception)
+    return vector.is_any(is_exception)

@@ -16,9 +16,8 @@ from text_generation_shard.device.cpu.kernels import (
     ShortRows,
     llvm,
     struct_type,
-    vector_code,
+    vector,
 )
-from text_generation_shard.device.cpu.kernels.cutoff import reached_at
 from text_generation_shard.device.cpu.kernels.items import compute_all
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, INTERNAL, inlined
 from text_generation_shard.sampling.table import SAMPLING_ROW
@@ -45,6 +44,14 @@ _SERIES: Final = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
+
+# A search first considers only keys of at least -_DEPTH; this is almost always enough.
+_DEPTH: Final = 8.0
+# Candidates are narrowed down by this number of bins until few enough are left to sort.
+_BINS: Final = 1024
+_FEW: Final = 48
+# The lowest float32, as float64.
+_LOWEST: Final = -float(np.finfo(np.float32).max)
 
 _NOTHING: Final = np.float32(-np.inf)
 
@@ -182,15 +189,15 @@ def _drawn(scores: Any, params: Any, number: float) -> Any:
         ones = np.empty(len(scores), np.float32)
         for index in range(len(scores)):
             ones[index] = np.float32(1.0)
-        least, _ = reached_at(scores, ones, np.float64(top_k))
+        least, _ = _reached_at(scores, ones, np.float64(top_k))
         # Ties with the k-th best are kept.
         _cut(scores, weights, sums, scores, least, len(scores))
     if top_p < 1.0:
-        least, last = reached_at(scores, weights, top_p * _total(sums))
+        least, last = _reached_at(scores, weights, top_p * _total(sums))
         _cut(scores, weights, sums, scores, least, last)
     if typical_p < 1.0:
         nearness = _nearness(scores, weights, _total(sums))
-        least, _ = reached_at(nearness, weights, typical_p * _total(sums))
+        least, _ = _reached_at(nearness, weights, typical_p * _total(sums))
         _cut(scores, weights, sums, nearness, least, len(scores))
     return draw(weights, sums, number)
 
@@ -201,7 +208,7 @@ def best_of(scores: Any) -> Any:
     spare = llvm.scratch(8)
     highest, first = _NOTHING, 0
     for start in range(0, len(scores), BLOCK):
-        top = vector_code.largest_number(llvm.load(_BLOCK, _block_at(scores, start, spare)))
+        top = vector.largest_number(llvm.load(_BLOCK, _block_at(scores, start, spare)))
         if top > highest:
             highest, first = top, start
     for index in range(first, min(first + BLOCK, len(scores))):
@@ -240,15 +247,15 @@ def _weigh(scores: int, highest: Any, weights: int) -> Any:
     value = llvm.load(_BLOCK, scores) - highest
     is_far = value < _FARTHEST
     value = llvm.chosen(is_far, _FARTHEST, value)
-    whole = vector_code.nearest(value * _LOG2_E)
-    part = vector_code.fma(vector_code.fma(value, whole, -_LN2_HIGH), whole, -_LN2_LOW)
-    rest = vector_code.fma(part, vector_code.polynomial(part, _SERIES), part * part)
+    whole = vector.nearest(value * _LOG2_E)
+    part = vector.fma(vector.fma(value, whole, -_LN2_HIGH), whole, -_LN2_LOW)
+    rest = vector.fma(part, vector.polynomial(part, _SERIES), part * part)
     # No conversion to integer, whose result for NaN is undefined in LLVM.
     powers = llvm.reinterpreted(_INTS, whole + (_WHOLE + 127.0)) << 23
     weight = (rest + 1.0) * llvm.reinterpreted(_BLOCK, powers)
     weight = llvm.chosen(is_far, 0.0, weight)
     llvm.store(weight, weights)
-    return vector_code.sum_of_lanes(weight)
+    return vector.sum_of_lanes(weight)
 
 
 @njit(**INTERNAL)
@@ -342,3 +349,86 @@ def _cut(scores: Any, weights: Any, sums: Any, keys: Any, least: Any, last: int)
                 weights[index] = np.float32(0.0)
             total += weights[index]
         sums[block] = total
+
+
+@njit(**INTERNAL)
+def _reached_at(keys: Any, weights: Any, target: float) -> Any:
+    """The key and index at which the weights, from the largest key down and equals in order, add up
+    to the target; if they never do, the last ones above -inf. Keys are at most 0."""
+    indices = np.empty(len(keys), np.int32)
+    count, total = _candidates(keys, weights, -_DEPTH, indices)
+    if total < target:
+        count, total = _candidates(keys, weights, _LOWEST, indices)
+    if count == 0:
+        # All keys are NaN or -inf.
+        return _NOTHING, np.int64(len(keys) - 1)
+    before = 0.0
+    sums = np.empty(_BINS, np.float64)
+    while count > _FEW:
+        high, low = keys[indices[0]], keys[indices[0]]
+        for index in range(count):
+            high, low = max(high, keys[indices[index]]), min(low, keys[indices[index]])
+        if high == low:
+            break
+        # The largest and the smallest key are never in one bin, so every turn leaves fewer
+        # candidates.
+        scale = (_BINS - 1) / (np.float64(high) - np.float64(low))
+        for index in range(_BINS):
+            sums[index] = 0.0
+        for index in range(count):
+            sums[_bin(keys[indices[index]], high, scale)] += weights[indices[index]]
+        limit, before = _first_reaching(sums, before, target)
+        kept = 0
+        for index in range(count):
+            if _bin(keys[indices[index]], high, scale) == limit:
+                indices[kept] = indices[index]
+                kept += 1
+        count = kept
+    _sort(keys, indices, count)
+    index = 0
+    while index < count - 1 and before + weights[indices[index]] < target:
+        before += weights[indices[index]]
+        index += 1
+    return keys[indices[index]], np.int64(indices[index])
+
+
+@njit(**INTERNAL)
+def _bin(key: float, high: float, scale: float) -> Any:
+    return np.int64((np.float64(high) - np.float64(key)) * scale)
+
+
+@njit(**INTERNAL)
+def _candidates(keys: Any, weights: Any, lowest: float, indices: Any) -> Any:
+    """Write the indices of keys of at least `lowest`; returns their number and total weight."""
+    count, total = 0, 0.0
+    for index in range(len(keys)):
+        if keys[index] >= lowest:
+            indices[count] = index
+            count += 1
+            total += weights[index]
+    return count, total
+
+
+@njit(**INTERNAL)
+def _first_reaching(sums: Any, before: float, target: float) -> Any:
+    """The first bin at which the running sum, starting from `before`, reaches the target, and the
+    sum before that bin. If no bin reaches it, the last non-empty bin."""
+    found, start = 0, before
+    for index in range(len(sums)):
+        if sums[index] > 0:
+            found, start = index, before
+            before += sums[index]
+            if before >= target:
+                break
+    return found, start
+
+
+@njit(**INTERNAL)
+def _sort(keys: Any, indices: Any, count: int) -> None:
+    """Sort the first `count` indices by insertion: largest key first, equals in order."""
+    for end in range(1, count):
+        moving, index = indices[end], end
+        while index > 0 and keys[indices[index - 1]] < keys[moving]:
+            indices[index] = indices[index - 1]
+            index -= 1
+        indices[index] = moving

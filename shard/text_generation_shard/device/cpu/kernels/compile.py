@@ -30,12 +30,11 @@ from text_generation_shard.device.cpu.kernels.items import (
     compute_all,
     item_signature,
 )
-from text_generation_shard.device.cpu.kernels.linear import weights_marker
 from text_generation_shard.device.cpu.kernels.multiply import multiply
 from text_generation_shard.device.cpu.kernels.pointwise import Norm
 from text_generation_shard.device.cpu.kernels.product import PRODUCT
 from text_generation_shard.device.cpu.kernels.rank_steps import compute_item
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker, weights_marker
 
 logger = logging.getLogger(__name__)
 

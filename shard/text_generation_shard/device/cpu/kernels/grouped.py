@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit, prange
 
-from text_generation_shard.device.cpu.kernels import llvm, vector, vector_code
+from text_generation_shard.device.cpu.kernels import llvm, vector
 from text_generation_shard.device.cpu.kernels.bfloat12 import load_step
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INTS, LANES, VECTOR_BYTES, WORDS
 from text_generation_shard.device.cpu.kernels.product import (
@@ -65,7 +65,7 @@ def _sum_group(inputs: int) -> Any:
         llvm.reinterpreted(FLOATS, pairs << 16),
         llvm.reinterpreted(FLOATS, pairs & -(2**16)),
     )
-    return vector_code.sum_of_lanes(lower + upper)
+    return vector.sum_of_lanes(lower + upper)
 
 
 def _tile(rows: int) -> Any:
@@ -78,7 +78,7 @@ def _tile(rows: int) -> Any:
 
     def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
         inputs, stride, input_sums, input_sums_stride = source
-        totals = vector_code.no_sums(rows, 1)
+        totals = vector.no_sums(rows, 1)
         for group in range(groups):
             pair, member = group >> 1, group & 1
             block = blocks + pair * BLOCK_BYTES
@@ -86,23 +86,23 @@ def _tile(rows: int) -> Any:
                 # The first of two groups adds the zeros of both.
                 at = input_sums + pair * STEP_BYTES
                 zeros = (block,)
-                totals = vector_code.add_steps(
+                totals = vector.add_steps(
                     BFLOAT16, totals, load_step, zeros, (), at, input_sums_stride
                 )
             start = (block + _NUMBERS_AT + member * _NUMBER_BYTES,)
             at = inputs + group * STEPS * STEP_BYTES
-            products = vector_code.no_sums(rows, 1)
+            products = vector.no_sums(rows, 1)
             for step in range(STEPS):
                 word, shift = step // NUMBERS_PER_WORD, step % NUMBERS_PER_WORD * _BITS
                 own = at + step * STEP_BYTES
-                products = vector_code.add_steps(
+                products = vector.add_steps(
                     BFLOAT16, products, _look_up, start, (word, shift), own, stride
                 )
             scales = vector.widen(
                 llvm.load(llvm.SHORTS, block + _SCALES_AT + member * _SCALE_BYTES)
             )
-            totals = vector_code.add_scaled(totals, scales, products)
-        vector_code.store_sums(totals, 1, sums, SUMS_BYTES)
+            totals = vector.add_scaled(totals, scales, products)
+        vector.store_sums(totals, 1, sums, SUMS_BYTES)
 
     return sized(multiply_blocks, rows, 1)
 
@@ -111,7 +111,7 @@ def _tile(rows: int) -> Any:
 def _look_up(kind: Any, numbers: int, word: int, shift: int) -> Any:
     """The numbers of one step as pairs of bfloat16."""
     words = llvm.load(WORDS, numbers + word * VECTOR_BYTES)
-    return (llvm.reinterpreted(INTS, vector_code.look_up(_TABLE, words >> shift)),)
+    return (llvm.reinterpreted(INTS, vector.look_up(_TABLE, words >> shift)),)
 
 
 _by_rows: Final = by_size({rows: _tile(rows) for rows in (_MANY_ROWS, 8, 4, 2, 1)})

@@ -1,5 +1,4 @@
-"""Intrinsics for operations that numba lacks. Only this file, `vector_code` and `clock` emit LLVM
-IR.
+"""Intrinsics for operations that numba lacks. Only this file, `vector` and `exchange` emit LLVM IR.
 
 Vectors are values of compiled code, which variables, tuples and arguments may hold. `+ - * /`, `<<
 >> & |` and comparisons are lane by lane; `>>` is a logical shift, and a number on the right is

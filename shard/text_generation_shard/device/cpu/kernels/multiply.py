@@ -42,8 +42,7 @@ from text_generation_shard.device.cpu.kernels.tile import (
     paged_tile,
     tile,
 )
-from text_generation_shard.device.cpu.kernels.vector import ADDRESS, STEP_BYTES, inlined
-from text_generation_shard.device.cpu.kernels.vector_code import spaced
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS, STEP_BYTES, inlined, spaced
 
 # Rows of a tile with 12-bit weights: of a tall tile of one column, for up to two tiles of rows,
 # which hides the decoding behind the products; of a wide tile of three columns, for more rows,

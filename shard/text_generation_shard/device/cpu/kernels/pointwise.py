@@ -15,7 +15,6 @@ from text_generation_shard.device.cpu.kernels import Address, Count, Real, llvm,
 from text_generation_shard.device.cpu.kernels.items import compute
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, LANES
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32
-from text_generation_shard.device.cpu.kernels.vector_code import fma, sum_of_lanes
 
 # Up to this number of values, starting another thread costs more than it saves.
 _SMALL: Final = 8192
@@ -79,7 +78,7 @@ def normalize_row(norm: Norm, row: int) -> None:
         total = _add_squares(kind, norm, total, offset, start, LANES)
     if rest:
         total = _add_squares(kind, norm, total, offset, whole, rest)
-    mean = sum_of_lanes(total) / np.float32(norm.size)
+    mean = vector.sum_of_lanes(total) / np.float32(norm.size)
     factor = np.float32(1.0) / np.sqrt(mean + norm.eps)
     for start in range(0, whole, LANES):
         _scale(kind, norm, factor, offset, start, LANES)
@@ -95,7 +94,7 @@ def _add_squares(kind: Any, norm: Norm, total: Any, offset: int, start: int, cou
     if norm.delta != 0:
         value = value + vector.load_numbers(kind, norm.delta + at, count) * norm.multiplier
         value = vector.store_numbers(kind, value, norm.hidden + at, count)
-    return fma(total, value, value)
+    return vector.fma(total, value, value)
 
 
 @vector.inlined

@@ -21,7 +21,6 @@ from text_generation_shard.device.cpu.kernels import (
     llvm,
     processor,
     vector,
-    vector_code,
 )
 from text_generation_shard.device.cpu.kernels.llvm import BYTES, INTS, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, INT8, INTERNAL, STEP_BYTES
@@ -46,20 +45,20 @@ def _unpack_vector(kind: Any, start: int, offset: int, ahead: int, is_ahead: boo
 
 
 def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
-    """Convert 64 int8, as packed by `linear.pack`, to pairs of bfloat16, exactly."""
+    """Convert 64 int8, as packed by `matrices.pack`, to pairs of bfloat16, exactly."""
     if is_ahead:
         llvm.fetch(start + offset + ahead)
     numbers = llvm.load(BYTES, start + offset)
     lower, upper = look_up_magnitudes(numbers) if _HAS_BYTE_TABLES else convert_magnitudes(numbers)
     upper = upper | (numbers & _SIGN)
-    return vector_code.pairs_of_bytes(lower, upper, 0), vector_code.pairs_of_bytes(lower, upper, 1)
+    return vector.pairs_of_bytes(lower, upper, 0), vector.pairs_of_bytes(lower, upper, 1)
 
 
 @vector.inlined
 def look_up_magnitudes(numbers: Any) -> Any:
     """The lower and upper bytes of the bfloat16 of 7-bit magnitudes."""
-    lower = vector_code.look_up_bytes(_LOWER_0, numbers, _LOWER_64)
-    return lower, vector_code.look_up_bytes(_UPPER_0, numbers, _UPPER_64)
+    lower = vector.look_up_bytes(_LOWER_0, numbers, _LOWER_64)
+    return lower, vector.look_up_bytes(_UPPER_0, numbers, _UPPER_64)
 
 
 @vector.inlined
@@ -164,12 +163,12 @@ def tile(rows: int, columns: int) -> Any:
         kind: Any, starts: Any, inputs: int, stride: int, steps: int, sums: int, sums_stride: int
     ) -> None:
         step_bytes, is_ahead = bytes_per_step(kind), rows <= _fetching_rows(kind)
-        totals = vector_code.no_sums(rows, columns)
+        totals = vector.no_sums(rows, columns)
         for step in range(0, steps, _steps_at_once(kind)):
             where = step * step_bytes, steps * step_bytes * columns, is_ahead
             at = inputs + step * STEP_BYTES
-            totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
-        vector_code.store_sums(totals, columns, sums, sums_stride)
+            totals = vector.add_steps(kind, totals, _unpack, starts, where, at, stride)
+        vector.store_sums(totals, columns, sums, sums_stride)
 
     return sized(multiply_tile, rows, columns)
 
@@ -194,15 +193,15 @@ def paged_tile(rows: int, columns: int) -> Any:
     def add_pages(
         kind: Any, pages: Pages, inputs: int, stride: int, sums: int, sums_stride: int
     ) -> None:
-        totals = vector_code.load_sums(rows, columns, sums, sums_stride)
+        totals = vector.load_sums(rows, columns, sums, sums_stride)
         for page in range(pages.num_pages):
             start = llvm.array_at(ADDRESS, pages.pages)[page] + pages.offset
-            starts = vector_code.spaced(columns, start, pages.column_bytes)
+            starts = vector.spaced(columns, start, pages.column_bytes)
             first = inputs + page * pages.steps * STEP_BYTES
             for step in range(0, pages.steps, _steps_at_once(kind)):
                 where, at = (step * bytes_per_step(kind), 0, False), first + step * STEP_BYTES
-                totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
-        vector_code.store_sums(totals, columns, sums, sums_stride)
+                totals = vector.add_steps(kind, totals, _unpack, starts, where, at, stride)
+        vector.store_sums(totals, columns, sums, sums_stride)
 
     return sized(add_pages, rows, columns)
 
