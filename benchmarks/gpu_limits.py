@@ -9,14 +9,15 @@ import torch.nn.functional as F
 import triton
 from gpu_read import sum_tiles
 from gpu_timing import Bench, Figures, Limits, Model
-from text_generation_shard.device.cuda.kernels import launch, pointwise, tiles
+from text_generation_shard.device.cuda import attention
+from text_generation_shard.device.cuda.kernels import launch, layers
 from torch import Tensor
 
 _TILE, _TILES = 4096, 16
 # The names of a tile's numbers.
 _KINDS = tuple(
     f"{name} ({', '.join(kind._fields)})"
-    for name, kind in (("decode", tiles.DecodeTile), ("prefill", tiles.PrefillTile))
+    for name, kind in (("decode", attention.DecodeTile), ("prefill", attention.PrefillTile))
 )
 
 
@@ -69,8 +70,8 @@ def table(bench: Bench) -> None:
     """Records the static table of tiles, by architecture and features of a head."""
     for capability in sorted({80, 89, 90, bench.device.capability}):
         for head_dim in (64, 128, 256):
-            prefill = tiles.prefill_tile(capability, head_dim, bench.dtype)
-            own = tiles.decode_tile(capability, head_dim), prefill
+            prefill = attention.prefill_tile(capability, head_dim, bench.dtype)
+            own = attention.decode_tile(capability, head_dim), prefill
             said = {kind: str(tuple(tile)) for kind, tile in zip(_KINDS, own, strict=True)}
             bench.note(f"sm_{capability}, heads of {head_dim}", said)
 
@@ -83,7 +84,7 @@ def launches(bench: Bench) -> None:
 
     def start(_: int = 0) -> None:
         options = {"SIZE": 16, "SIZE_PAD": padded, "EPS": 1e-5, "num_warps": 4}
-        launch(pointwise.add_norm, (1,), (one, None, weight, out, 1.0), **options)
+        launch(layers.add_norm, (1,), (one, None, weight, out, 1.0), **options)
 
     calls: dict[str, Callable[[], object]] = {
         "Triton launch": start,

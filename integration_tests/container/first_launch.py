@@ -16,8 +16,8 @@ from pathlib import Path
 import numba
 import triton
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
-from text_generation_shard.device.cuda import cache
-from text_generation_shard.device.cuda.kernels import pointwise
+from text_generation_shard.device.cuda import device
+from text_generation_shard.device.cuda.kernels import layers
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
@@ -27,7 +27,7 @@ LIBRARY = "libcuda.so.1"
 
 def main() -> None:
     """Compile all three, where the server would keep them."""
-    cache.choose_directory()
+    device.choose_directory()
     with tempfile.TemporaryDirectory() as libraries:
         bring_driver(Path(libraries))
         driver.CudaUtils()
@@ -58,7 +58,7 @@ def compile_kernel() -> None:
     names = ("both_ptr", "out_ptr", "SIZE", "TILE", "ACTIVATION")
     signature = dict.fromkeys(names, "constexpr") | dict.fromkeys(names[:2], "*bf16")
     constants = {(2,): 4096, (3,): 1024, (4,): "silu"}
-    source = ASTSource(pointwise.gate, signature, constants)
+    source = ASTSource(layers.gate, signature, constants)
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from text_generation_shard.arrays import Upload, plain_upload
-from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
+from text_generation_shard.device.cuda.kernels import attention as kernels
+from text_generation_shard.device.cuda.kernels import launch
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Most splits in one launch over all rows; bounds the memory of the partial results.
 _MOST_SPLITS = 1 << 14
-
-
 MOST_TOKENS = 1 << 16
 """Most tokens whose keys and values are gathered in a pass; bounds the memory."""
 
-# Least compute capability.
+# Least compute capability for FlashAttention.
 _CAPABILITY = 80
 # Tile of one program of `gather`: tokens (one block) and features.
 _TILE, _PART = 16, 1024
@@ -32,6 +31,55 @@ _TILE, _PART = 16, 1024
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+
+
+class DecodeTile(NamedTuple):
+    """How `attend_split` splits the context of a row."""
+
+    # Tokens per program, independent of the batch; tokens per product.
+    split: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+class PrefillTile(NamedTuple):
+    """How `attend_prompts` tiles queries and keys."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# Tiles by compute capability: the largest key not above the device's applies; 0 is for the
+# interpreter. Chosen so that kernels compile without spills and within the shared memory of a block
+# (99 KiB on 8.9), not by measurement.
+_DECODE = {0: DecodeTile(64, 64, 4, 2), 80: DecodeTile(512, 64, 4, 2)}
+_PREFILL = {
+    0: PrefillTile(32, 64, 4, 2),
+    80: PrefillTile(128, 32, 8, 3),
+    89: PrefillTile(128, 64, 8, 2),
+}
+# For a float8 cache: the converted tile takes additional registers.
+_PREFILL_FLOAT8 = {**_PREFILL, 89: _PREFILL[80], 90: _PREFILL[89]}
+# Heads with more features than this get half the tile.
+_WIDE_HEAD = 128
+
+
+def decode_tile(capability: int, head_dim: int) -> DecodeTile:
+    """capability: 90 for 9.0."""
+    own = _DECODE[max(least for least in _DECODE if least <= capability)]
+    return own._replace(tile=own.tile // 2) if head_dim > _WIDE_HEAD else own
+
+
+def prefill_tile(capability: int, head_dim: int, cache_dtype: torch.dtype) -> PrefillTile:
+    """capability: see `decode_tile`."""
+    table = _PREFILL_FLOAT8 if cache_dtype.itemsize == 1 else _PREFILL
+    own = table[max(least for least in table if least <= capability)]
+    if head_dim > _WIDE_HEAD:
+        return own._replace(queries=own.queries // 2, keys=own.keys // 2)
+    return own
 
 
 class HeadShape(NamedTuple):
@@ -129,7 +177,7 @@ class TritonAttention:
         upload: Upload | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """capability: see `tiles`. takes_flash: compute prompts by `attend_gathered`, unless
+        """capability: see `decode_tile`. takes_flash: compute prompts by `attend_gathered`, unless
         `is_deterministic` (see Attention)."""
         self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
@@ -137,7 +185,7 @@ class TritonAttention:
         self.is_deterministic = is_deterministic
         self.name = "triton+varlen_attn" if self._takes_flash else "triton"
         self.heaviest_keys = MOST_TOKENS if self._takes_flash else None
-        self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
+        self._decode_tile = decode_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
         # Compile-time constants of both attention kernels.
         self._constants = {
@@ -158,7 +206,7 @@ class TritonAttention:
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
-        self._prefill_tile = tiles.prefill_tile(self._capability, shape.head_dim, shape.dtype)
+        self._prefill_tile = prefill_tile(self._capability, shape.head_dim, shape.dtype)
         sizes = shape.num_layers, 2, num_blocks * shape.block_size
         heads = shape.num_kv_heads, shape.head_dim
         self.cache = torch.zeros(*sizes, *heads, dtype=shape.dtype, device=self._device)
@@ -205,7 +253,7 @@ class TritonAttention:
         tile, width = self._prefill_tile, rows.tables.shape[1]
         given = heads, keys, values, rows.tables, rows.starts, rows.lens, out, width
         launch(
-            prefill.attend_prompts,
+            kernels.attend_prompts,
             (-(-rows.longest // tile.queries), self._shape.num_heads, len(rows.lens)),
             given,
             WINDOW=window,
@@ -224,7 +272,7 @@ class TritonAttention:
         head_dim] in the plan's slots."""
         own, half = self._shape, plan.angles.table.shape[2] if is_rotated else 0
         launch(
-            pointwise.rotate_and_store,
+            kernels.rotate_and_store,
             (len(heads),),
             (heads, plan.angles.table, plan.angles.rows, plan.slots, keys, values),
             NUM_HEADS=own.num_heads,
@@ -252,7 +300,7 @@ class TritonAttention:
             parts = sums.new_empty(*sums.shape, own.head_dim)
             given = heads[some], keys, values, part.tables, part.lens, part.owners, parts, sums
             launch(
-                decode.attend_split,
+                kernels.attend_split,
                 (count, own.num_kv_heads, splits),
                 (*given, part.tables.shape[1]),
                 WINDOW=window,
@@ -264,7 +312,7 @@ class TritonAttention:
                 **self._constants,
             )
             launch(
-                decode.merge_splits,
+                kernels.merge_splits,
                 (count, own.num_heads),
                 (parts, sums, part.lens, out[some], splits),
                 NUM_HEADS=own.num_heads,
@@ -294,13 +342,13 @@ def attend_gathered(
     window: int,
     rows: Prompts,
 ) -> Tensor:
-    """See `prefill.attend_prompts`, which has the same arguments. Returns [T, num_heads *
+    """See `kernels.attend_prompts`, which has the same arguments. Returns [T, num_heads *
     head_dim]."""
     gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
     width = shape.num_kv_heads * shape.head_dim
     part = min(_PART, triton.next_power_of_2(width))
     launch(
-        pointwise.gather,
+        kernels.gather,
         (len(rows.lens), -(-rows.longest_context // _TILE), -(-width // part)),
         (keys, values, rows.tables, rows.lens, rows.key_starts, *gathered, rows.tables.shape[1]),
         WIDTH=width,

@@ -5,6 +5,7 @@ constructor takes (weight, dtype of the activations, whether one tile serves eve
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ import triton
 from torch import Tensor
 
 from text_generation_shard.device.base import ALL
-from text_generation_shard.device.cuda.kernels import launch, pointwise, product, tiles
+from text_generation_shard.device.cuda.kernels import launch, layers
 from text_generation_shard.device.reference.matrices import (
     GROUP,
     FloatMatrix,
@@ -28,10 +29,54 @@ from text_generation_shard.device.reference.matrices import (
 _FITTED_NUMBERS = 2**22
 # torch's fp8 product needs aligned rows.
 _STEP = 16
+INT4_BLOCK = 128
+"""Inputs per block of an int4 weight, and so the `inputs` of its tiles."""
+
+
+class ProductTile(NamedTuple):
+    """How `layers.multiply` tiles rows, outputs and inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+# Tiles by bits per weight: static, so that no start tunes anything; the same for all GPUs, and not
+# measured. `_FEW` serves as many rows as its tile has, `_SOME` up to 256 rows, and any number of
+# rows if one tile must serve all.
+# Float32 has one tile of 32 outputs: with 64, Triton 3.7 uses the tensor cores of compute
+# capability 10.0, which drop bits.
+_FEW = {8: ProductTile(16, 32, 256, 4, 4), 4: ProductTile(16, 32, INT4_BLOCK, 4, 6)}
+_SOME = {
+    16: ProductTile(64, 64, 64, 4, 5),
+    8: ProductTile(64, 64, 64, 4, 5),
+    4: ProductTile(64, 64, INT4_BLOCK, 4, 4),
+}
+_MOST_OF_SOME = 256
+_MANY = {8: ProductTile(128, 128, 64, 8, 3), 4: ProductTile(128, 128, INT4_BLOCK, 8, 3)}
+_FLOAT32 = {
+    32: ProductTile(64, 32, 16, 4, 3),
+    8: ProductTile(64, 32, 32, 4, 3),
+    4: ProductTile(64, 32, INT4_BLOCK, 4, 2),
+}
+
+
+def _product_tile(bits: int, is_float32: bool, num_rows: int | None) -> ProductTile:
+    """bits: per weight; is_float32: hidden states are float32. num_rows None: the one tile for
+    every number of rows."""
+    if is_float32:
+        return _FLOAT32[bits]
+    if num_rows is None:
+        return _SOME[bits]
+    if num_rows <= _FEW[bits].rows:
+        return _FEW[bits]
+    return _SOME[bits] if num_rows <= _MOST_OF_SOME else _MANY[bits]
 
 
 class Product:
-    """A weight [num_outputs, K] as `product.multiply` reads it: see `Matrix`."""
+    """A weight [num_outputs, K] as `layers.multiply` reads it: see `Matrix`."""
 
     def __init__(
         self,
@@ -41,7 +86,7 @@ class Product:
         bits: int,
         has_one_tile: bool,
     ) -> None:
-        """weight, scales: see `product.multiply`; `bits` per weight. has_one_tile: one tile serves
+        """weight, scales: see `layers.multiply`; `bits` per weight. has_one_tile: one tile serves
         every number of rows, so that a row's result does not depend on the others."""
         self._weight, self._weight_scales = weight, scales
         self._num_outputs, self._bits, self._has_one_tile = num_outputs, bits, has_one_tile
@@ -53,9 +98,9 @@ class Product:
         num_rows, num_inputs = hidden.shape
         out = hidden.new_empty(num_rows, self._num_outputs)
         is_float32 = hidden.dtype == torch.float32
-        tile = tiles.product_tile(self._bits, is_float32, None if self._has_one_tile else num_rows)
+        tile = _product_tile(self._bits, is_float32, None if self._has_one_tile else num_rows)
         launch(
-            product.multiply,
+            layers.multiply,
             (-(-num_rows // tile.rows), -(-self._num_outputs // tile.outputs)),
             (hidden, self._weight, self._weight_scales, bias, out, num_rows),
             NUM_INPUTS=num_inputs,
@@ -105,7 +150,7 @@ class Int4Matrix(Product):
         """columns: see Device.matrix."""
         weight = weight[:, columns].contiguous()
         num_outputs, num_inputs = weight.shape
-        num_blocks, half = -(-num_inputs // tiles.INT4_BLOCK), tiles.INT4_BLOCK // 2
+        num_blocks, half = -(-num_inputs // INT4_BLOCK), INT4_BLOCK // 2
         packed = weight.new_empty(num_outputs, num_blocks, half, dtype=torch.uint8)
         shape = num_outputs, num_blocks, half // GROUP, 2, 2
         scales = weight.new_empty(shape, dtype=dtype)
@@ -130,10 +175,10 @@ def _slices_of(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _packed(numbers: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """The result of `quantize_groups` in the layout of `product.multiply`."""
+    """The result of `quantize_groups` in the layout of `layers.multiply`."""
     num_outputs, num_inputs = numbers.shape
-    half = tiles.INT4_BLOCK // 2
-    fill = -num_inputs % tiles.INT4_BLOCK
+    half = INT4_BLOCK // 2
+    fill = -num_inputs % INT4_BLOCK
     low, high = F.pad(numbers, (0, fill)).view(num_outputs, -1, 2, half).unbind(2)
     both = F.pad(torch.stack((scales, zeros), dim=-1), (0, 0, 0, fill // GROUP))
     # Groups of both halves side by side.
@@ -195,7 +240,7 @@ def quantized_float8(hidden: Tensor) -> tuple[Tensor, Tensor]:
     numbers = torch.empty_like(hidden, dtype=torch.float8_e4m3fn)
     scales = hidden.new_empty(num_rows, 1, dtype=torch.float32)
     launch(
-        pointwise.quantize_rows,
+        layers.quantize_rows,
         (num_rows,),
         (hidden, numbers, scales),
         SIZE=size,

@@ -17,7 +17,7 @@ from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention, suits_flash
 from text_generation_shard.device.cuda.collectives import NcclCollectives
 from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs
-from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.cuda.kernels import launch, layers
 from text_generation_shard.device.cuda.matrices import FORMS, OneTileMatrix
 from text_generation_shard.device.cuda.runner import (
     CudaStream,
@@ -45,7 +45,7 @@ def gate(activation: base.Activation, both: Tensor) -> Tensor:
     out = both.new_empty(len(both), size)
     tile = min(_GATE_TILE, triton.next_power_of_2(size))
     launch(
-        pointwise.gate,
+        layers.gate,
         (len(both), -(-size // tile)),
         (both, out),
         SIZE=size,
@@ -61,7 +61,7 @@ class TritonDevice(Device):
     each. With TRITON_INTERPRET=1 it also runs on CPU tensors."""
 
     capability = 0
-    """See `tiles`."""
+    """See `decode_tile`."""
     num_spare_blocks = 1
     cache_dtypes = MappingProxyType(
         {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -95,7 +95,7 @@ class TritonDevice(Device):
         """See Device."""
         out, size = torch.empty_like(hidden), hidden.shape[1]
         launch(
-            pointwise.add_norm,
+            layers.add_norm,
             (len(hidden),),
             (hidden, delta, weight, out, multiplier),
             SIZE=size,

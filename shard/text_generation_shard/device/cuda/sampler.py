@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
-from text_generation_shard.device.cuda.kernels import choice, launch, scores
+from text_generation_shard.device.cuda.kernels import choice, launch
 from text_generation_shard.sampling.sampler import (
     Allowed,
     Scores,
@@ -37,7 +37,7 @@ def begin(
     allowed: Allowed | None,
 ) -> Tensor:
     """Enqueue `sampling.sample` without waiting. Returns [3, S] float64: tokens, their
-    log-probabilities, and the best scores. The choice in a row is bit for bit independent of the
+    log-probabilities, and the best choice. The choice in a row is bit for bit independent of the
     other rows."""
     own = torch.as_tensor(logits)
     assert own.dtype == torch.float32
@@ -61,7 +61,7 @@ def begin(
 def _restrict(upload: Upload, own: Tensor, allowed: Allowed) -> None:
     places, masks = upload([allowed.places, allowed.masks().numpy()])
     launch(
-        scores.keep_allowed,
+        choice.keep_allowed,
         (len(masks), -(-own.shape[1] // _TILE)),
         (own, places, masks, masks.shape[1], own.shape[1]),
         TILE=_TILE,
@@ -81,13 +81,13 @@ def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: To
     )
     counts = torch.zeros(len(rows), vocab, dtype=torch.int32, device=own.device)
     launch(
-        scores.count_tokens,
+        choice.count_tokens,
         (len(rows), -(-known.shape[1] // _TILE)),
         (counts, known, lens, prompt_lens, known.shape[1], vocab),
         TILE=_TILE,
     )
     launch(
-        scores.penalise,
+        choice.penalise,
         (len(rows), -(-vocab // _TILE)),
         (own, places, counts, columns.penalties, vocab),
         TILE=_TILE,
@@ -97,7 +97,7 @@ def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: To
 def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
     count = len(biases.values)
     launch(
-        scores.add_biases,
+        choice.add_biases,
         (-(-count // _BIASES),),
         (own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
         TILE=_BIASES,
@@ -106,7 +106,7 @@ def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
 
 def _forbid(upload: Upload, own: Tensor, rows: Ints, token_ids: Ints) -> None:
     launch(
-        scores.forbid,
+        choice.forbid,
         (len(rows),),
         (own, *upload([rows, token_ids]), len(token_ids), own.shape[1]),
         TILE=16,

@@ -6,7 +6,8 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from text_generation_shard.device.cuda.device import check_cache_dtype
-from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.cuda.kernels import attention as kernels
+from text_generation_shard.device.cuda.kernels import launch
 from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.errors import ModelError
 from torch import Tensor
@@ -91,7 +92,7 @@ def test_all_numbers_are_gathered(dtype: torch.dtype, kept: torch.dtype) -> None
     )
     cache = keys.view(kept), keys.flip(1).contiguous().view(kept)
     options = {"WIDTH": 8, "PART": 8, "TILE": 16}
-    launch(pointwise.gather, (2, 2, 1), (*cache, tables, lens, starts, *found, 2), **options)
+    launch(kernels.gather, (2, 2, 1), (*cache, tables, lens, starts, *found, 2), **options)
     slots = torch.tensor([*range(16, 32), *range(4), *range(4)], device=PLACE)
     for part, whole in zip(found, cache, strict=True):
         wanted = whole.view(torch.uint8)[slots].view(kept).to(dtype)

@@ -1,10 +1,10 @@
 """Triton kernels. Each reads its inputs once and accumulates in float32. A row's result is bit for
 bit independent of the rest of the batch.
 
-Nothing is tuned at run time: `tiles` has the tile sizes, so that every start compiles the same
-kernels. Arguments that change from step to step are not specialized (`do_not_specialize`), because
-a new value would delay its step by a compilation. With TRITON_INTERPRET=1 all kernels run on the
-CPU.
+Nothing is tuned at run time: `attention` and `matrices` have tables of tile sizes, so that every
+start compiles the same kernels. Arguments that change from step to step are not specialized
+(`do_not_specialize`), because a new value would delay its step by a compilation. With
+TRITON_INTERPRET=1 all kernels run on the CPU.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Products of hidden states with float weights, or with int8 or int4 weights dequantized in
-registers.
+"""Norm, gate, and products of hidden states with float weights, or with int8 or int4 weights
+dequantized in registers.
 
 The sum over the inputs is never split and has one order: a row's result depends, bit for bit, only
 on the row, the weight and the tile sizes. Weights are the left operand, so that tensor cores take
@@ -139,3 +139,72 @@ def _floats(numbers):
     """Convert int32 between -2 ** 22 and 2 ** 22 to float32 by two additions, because conversion
     instructions have a lower throughput."""
     return (numbers + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
+
+
+@triton.jit
+def add_norm(
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    multiplier,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Program (row): hidden [T, SIZE] += delta * multiplier, in place and rounded to its type; out
+    = hidden / rms(hidden) * weight. delta may be None; weight [SIZE] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, SIZE_PAD)
+    is_feature = feature < SIZE
+    at = row * SIZE + feature
+    hidden = tl.load(hidden_ptr + at, mask=is_feature, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + at, mask=is_feature, other=0.0).to(tl.float32)
+        hidden = (hidden.to(tl.float32) + delta * multiplier).to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + at, hidden, mask=is_feature)
+    wide = hidden.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + EPS)
+    weight = tl.load(weight_ptr + feature, mask=is_feature, other=0.0)
+    normed = wide * inverse * weight
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=is_feature)
+
+
+@triton.jit
+def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Program (row, tile): out [T, SIZE] = activation(both[:, :SIZE]) * both[:, SIZE:]."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_feature = feature < SIZE
+    at = both_ptr + row * (2 * SIZE) + feature
+    gates = tl.load(at, mask=is_feature, other=0.0).to(tl.float32)
+    ups = tl.load(at + SIZE, mask=is_feature, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        gates = gates / (1.0 + tl.exp(-gates))
+    elif ACTIVATION == "gelu":
+        gates = gates * 0.5 * (1.0 + tl.erf(gates * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y).
+        doubled = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+        gates = gates / (1.0 + tl.exp(-doubled))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        gates = tl.maximum(gates, 0.0)
+    out = (gates * ups).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + feature, out, mask=is_feature)
+
+
+@triton.jit
+def quantize_rows(hidden_ptr, numbers_ptr, scales_ptr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    """Program (row): quantize hidden [T, SIZE] to numbers [T, SIZE] float8_e4m3fn and scales [T]
+    float32. The largest value of a row becomes 448, the largest float8_e4m3fn."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, SIZE_PAD)
+    is_feature = feature < SIZE
+    at = row * SIZE + feature
+    hidden = tl.load(hidden_ptr + at, mask=is_feature, other=0.0).to(tl.float32)
+    # The scale of a row of zeros must be a valid divisor.
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(hidden), 0), 1e-30), 448.0)
+    numbers = tl.div_rn(hidden, tl.zeros([SIZE_PAD], tl.float32) + scale)
+    tl.store(numbers_ptr + at, numbers.to(tl.float8e4nv), mask=is_feature)
+    tl.store(scales_ptr + row, scale)
