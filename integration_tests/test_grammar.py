@@ -164,7 +164,7 @@ FORMATS = closed(
 
 def kill_worker(server: LauncherHandle) -> None:
     """Kills the processes that try grammars."""
-    name = "text_generation_shard.grammars.compiler"
+    name = "text_generation_shard.grammars.grammar"
     found = [each for each in server.family() if name in each.cmdline()]
     assert found
     for each in found:

@@ -51,7 +51,7 @@ def trials(handle: LauncherHandle) -> list[psutil.Process]:
     found = []
     for process in handle.family():
         try:
-            if "text_generation_shard.grammars.compiler" in process.cmdline():
+            if "text_generation_shard.grammars.grammar" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue  # it has just ended

@@ -19,8 +19,13 @@ from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar, GrammarError, compile_tried, try_text
+from text_generation_shard.grammars.grammar import (
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    compile_tried,
+    try_text,
+)
 from text_generation_shard.models.registry import read_config
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_engine as load

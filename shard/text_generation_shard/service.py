@@ -14,8 +14,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.grammar import Grammar, GrammarCompiler
 from text_generation_shard.messages import Messages, deadline_of_ranks, digest
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from text_generation_proto import pb
 from text_generation_shard.engine import ngram
 from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 

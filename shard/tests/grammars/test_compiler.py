@@ -9,9 +9,8 @@ from typing import Any
 import psutil
 import pytest
 from text_generation_process.worker import WorkerError
-from text_generation_shard.grammars import compiler as compiling
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar, Tried, source_of
+from text_generation_shard.grammars import grammar as compiling
+from text_generation_shard.grammars.grammar import Grammar, GrammarCompiler, Tried, source_of
 from text_generation_shard.grammars.masks import Constraint
 
 from integration_tests.schemas import closed
@@ -40,7 +39,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 def workers() -> list[psutil.Process]:
     """The processes that try grammars."""
-    return workers_of("text_generation_shard.grammars.compiler")
+    return workers_of("text_generation_shard.grammars.grammar")
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -21,8 +21,7 @@ from jsonschema import Draft202012Validator
 from text_generation_router.errors import GrammarError
 from text_generation_router.grammar import write
 from text_generation_router.request import Grammar as Asked
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.grammar import Grammar, GrammarCompiler
 from tokenizers import Tokenizer
 
 from shard.tests.driver import compile_now

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.ending import EndingSearch, ends
-from text_generation_shard.grammars.grammar import load_tokenizer
+from text_generation_shard.grammars.grammar import GrammarCompiler, load_tokenizer
 from text_generation_shard.grammars.masks import Constraint
 from tokenizers import Tokenizer
 

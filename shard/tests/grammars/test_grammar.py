@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from text_generation_proto import pb
-from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.ending import allowed_tokens
-from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.grammar import Grammar, GrammarCompiler
 from text_generation_shard.grammars.masks import Constraint
 from tokenizers import Tokenizer
 

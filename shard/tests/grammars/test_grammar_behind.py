@@ -12,8 +12,7 @@ from text_generation_proto import pb
 from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepRunner
-from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.grammar import Grammar
+from text_generation_shard.grammars.grammar import Grammar, GrammarCompiler
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS

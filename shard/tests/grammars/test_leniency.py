@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.grammars.schemas import lenient_text
 
 from shard.tests.driver import compile_now

@@ -13,7 +13,7 @@ from text_generation_shard.engine.output import verify
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.planner import verified_tokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice
 
