@@ -93,8 +93,7 @@ def test_forbidden_modules_stay_out(package: str, forbidden: set[str]) -> None:
         ("text_generation_router.scheduler", ("api", "app", "cli", "infer", "client")),
         ("text_generation_router.client", ("api", "app", "cli", "infer")),
         ("text_generation_shard.models", ("engine", "service", "server", "cli")),
-        ("text_generation_shard.layers", ("models", "engine", "service")),
-        ("text_generation_shard.device", ("checkpoint", "layers", "models", "engine", "grammars")),
+        ("text_generation_shard.device", ("checkpoint", "models", "engine", "grammars")),
         ("text_generation_shard.sampling", ("device", "engine", "grammars")),
     ],
 )

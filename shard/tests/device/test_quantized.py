@@ -15,7 +15,7 @@ from text_generation_shard.device.cpu import kernels
 from text_generation_shard.device.cpu.matrices import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.matrices import GROUP
 from text_generation_shard.errors import ModelError
-from text_generation_shard.layers.linear import Linear
+from text_generation_shard.models.llama import Linear
 from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 from torch import Tensor

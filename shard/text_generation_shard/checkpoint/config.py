@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from text_generation_shard.checkpoint.fields import (
+from text_generation_shard.checkpoint.files import (
     LARGEST_POSITION,
     Fields,
     read_json,

@@ -1,4 +1,5 @@
-"""Which files of a repository or of a directory are the model; pickles become safetensors.
+"""Which files of a repository or of a directory are the model, and the JSON in them: fields with
+their types checked, and the vocabulary. Pickles become safetensors.
 
 A pickle is a program. It is read only in `download-weights`, never while serving, and only with
 torch's `weights_only=True`, which allows tensors and containers and runs nothing else.
@@ -7,13 +8,17 @@ torch's `weights_only=True`, which allows tensors and containers and runs nothin
 import fcntl
 import json
 import logging
+import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from text_generation_process.json_file import content_of, read_object, read_settings
 
 from text_generation_shard.errors import ModelError
 
@@ -31,6 +36,11 @@ WHOLE_NAME = "pytorch_model.bin"
 # Pickles in a checkpoint's directory that are not weights, or have another program's layout.
 _OTHERS = re.compile(r"training|arg(ument)?s|optimizer|scheduler|rng_state|adapter|consolidated")
 INDEX_NAME = "model.safetensors.index.json"
+# No size of a model is larger, nor a vocabulary; positions are words of 32 bits.
+LARGEST_SIZE, LARGEST_POSITION = 1 << 24, (1 << 31) - 1
+_LARGEST_NUMBER = 1e38  # float32 holds it
+# More of a wrong value is not shown.
+_SHOWN = 60
 OTHER_WEIGHTS = (*PICKLE_SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -118,16 +128,16 @@ def convert(directory: Path, names: Sequence[str]) -> None:
     from safetensors.torch import save_file
 
     target = directory / CONVERTED_NAME
-    partial = directory / f"{CONVERTED_NAME}.partial"
+    unfinished = directory / f"{CONVERTED_NAME}.partial"
     try:
         # One process converts; other processes wait, then find the result.
-        with _locked(partial):
+        with _locked(unfinished):
             try:
                 if not target.exists():
-                    save_file(_tensors(directory, names), partial, {"format": "pt"})
-                    os.replace(partial, target)
+                    save_file(_tensors(directory, names), unfinished, {"format": "pt"})
+                    os.replace(unfinished, target)
             finally:
-                partial.unlink(missing_ok=True)
+                unfinished.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"can not write {target} ({error}): free space there and let this "
@@ -203,3 +213,114 @@ def _read(path: Path) -> "dict[str, Tensor]":
             "transformers, save_pretrained(...), or get it as *.safetensors"
         ) from error
     return {name: tensor.detach() for name, tensor in content.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ModelError if there is none."""
+    if not path.exists():
+        raise ModelError(
+            f"{path.parent} has no {path.name}; a model directory needs config.json, "
+            "tokenizer.json and *.safetensors"
+        )
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+class Fields:
+    """The fields of one JSON object. Every method raises ModelError, which names the field and its
+    value, if it has another type or is out of range. Null is a value; only `find` skips it."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """`where`: the file, and the field in it if the object is one."""
+        self.values, self.where = values, where
+
+    def find(self, *names: str) -> str | None:
+        """The first of these fields that is there and not null."""
+        return next((name for name in names if self.values.get(name) is not None), None)
+
+    def size(self, name: str, most: int = LARGEST_SIZE, least: int = 1) -> int:
+        """A whole number."""
+        value: Any = self.values.get(name)
+        if _is(float, value) and least <= value <= most and value == int(value):
+            return int(value)
+        raise self.wrong(name, f"a whole number from {least} to {most}")
+
+    def number(self, name: str, above: float = 0.0) -> float:
+        """A number that float32 holds, above this one."""
+        value: Any = self.values.get(name)
+        if _is(float, value) and above < value:
+            return float(value)
+        raise self.wrong(name, "a number" if above == -math.inf else f"a number above {above:g}")
+
+    def flag(self, name: str) -> bool:
+        """True or false; null and a missing field are false."""
+        value = self.values.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self.wrong(name, "true or false")
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        value = self.values.get(name)
+        if isinstance(value, str) and value:
+            return value
+        raise self.wrong(name, "a text")
+
+    def items(self, name: str, kind: type, least: int) -> list[Any]:
+        """A list of at least `least` items of a kind: float (any number), int or str."""
+        value, is_right = self.values.get(name), partial(_is, kind)
+        if isinstance(value, list) and len(value) >= least and all(map(is_right, value)):
+            return value
+        words = {float: "numbers", int: "whole numbers", str: "texts"}[kind]
+        raise self.wrong(name, f"a list of {least} {words}" if least else f"a list of {words}")
+
+    def inner(self, name: str) -> "Fields":
+        """The fields of the object in a field; of an empty one if it is null or missing."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value or {}, f"`{name}` of {self.where}")
+
+    def wrong(self, name: str, expected: str) -> ModelError:
+        """The error that names a field, its value and what was expected."""
+        if name not in self.values:
+            return ModelError(f"{self.where} has no `{name}`; expected {expected}")
+        shown = json.dumps(self.values[name])
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        return ModelError(f"`{name}` in {self.where} is {shown}; expected {expected}")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a value is of a kind; float: any number that float32 holds, and no bool."""
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and abs(value) < _LARGEST_NUMBER
+    return isinstance(value, kind)
+
+
+class Vocabulary(NamedTuple):
+    """The ids in tokenizer.json; and the id of the `eos_token` that the files beside it name."""
+
+    ids: Set[int]
+    end_id: int | None
+
+
+def read_vocabulary(directory: Path) -> Vocabulary:
+    """The model's vocabulary; empty without a tokenizer.json. ModelError if a file is not JSON; the
+    router, which tokenizes, reports what else is wrong with it."""
+    if not (directory / "tokenizer.json").is_file():
+        return Vocabulary(frozenset(), None)
+    tokenizer = read_json(directory / "tokenizer.json")
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    # A unigram model lists its tokens with their scores.
+    ids = dict(tokens) if isinstance(tokens, dict) else {}
+    ids |= {index: index for index in range(len(tokens) if isinstance(tokens, list) else 0)}
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            ids[token["content"]] = token.get("id")
+    end_id = ids.get(content_of(read_settings(directory).get("eos_token")))
+    used = {token_id for token_id in ids.values() if isinstance(token_id, int)}
+    return Vocabulary(used, end_id if isinstance(end_id, int) else None)

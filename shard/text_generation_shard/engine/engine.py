@@ -29,7 +29,7 @@ from text_generation_shard.engine.step import LaunchedStep, StepRunner
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import GrammarMasks
-from text_generation_shard.models.base import LanguageModel
+from text_generation_shard.models.registry import LanguageModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 

@@ -13,7 +13,7 @@ from text_generation_shard.engine.plan import Plan, SampledPositions
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
-from text_generation_shard.models.base import LanguageModel
+from text_generation_shard.models.registry import LanguageModel
 
 
 class Costs(NamedTuple):

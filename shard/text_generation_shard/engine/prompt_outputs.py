@@ -11,7 +11,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
 from text_generation_shard.device.base import Rows, ScheduledTokens
-from text_generation_shard.models.base import LanguageModel
+from text_generation_shard.models.registry import LanguageModel
 
 # Rows of prompt logits computed at once, which bounds their memory.
 LOGPROB_ROWS = 256

@@ -18,7 +18,7 @@ from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.prompt_outputs import LOGPROB_ROWS
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.base import LanguageModel
+from text_generation_shard.models.registry import LanguageModel
 from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)

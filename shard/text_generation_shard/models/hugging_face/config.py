@@ -17,7 +17,7 @@ from text_generation_shard.checkpoint.config import (
     read_fields,
     token_ids,
 )
-from text_generation_shard.checkpoint.fields import Fields
+from text_generation_shard.checkpoint.files import Fields
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.hugging_face.products import check_plan, plan_of
 

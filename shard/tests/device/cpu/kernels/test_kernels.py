@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numba import njit, types
 from numba.core.errors import TypingError
 from text_generation_shard.arrays import Ints
-from text_generation_shard.checkpoint.rope import RopeConfig
+from text_generation_shard.checkpoint.rope import RopeConfig, RotaryEmbedding
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, pointwise, tile
@@ -24,7 +24,6 @@ from text_generation_shard.device.cpu.matrices import (
 )
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import TorchRotation
-from text_generation_shard.layers.rotary import RotaryEmbedding
 from torch import Tensor
 
 from shard.tests.device.test_attention import NO_ANGLES
