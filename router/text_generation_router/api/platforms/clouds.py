@@ -10,12 +10,7 @@ from text_generation_router.api.answers import json_response
 from text_generation_router.api.errors import TGI_ERRORS
 from text_generation_router.api.openai.chat import ChatCompletion, ChatRequest, chat_completions
 from text_generation_router.api.openai.completions import Completion, CompletionRequest, completions
-from text_generation_router.api.routes import (
-    ServicesDependency,
-    events,
-    get,
-    post_router,
-)
+from text_generation_router.api.routes import ServicesDependency, events, get, post_router
 from text_generation_router.api.tgi.generate import (
     CompatGenerateRequest,
     GenerateRequest,

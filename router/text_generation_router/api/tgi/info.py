@@ -1,15 +1,23 @@
-"""The routes about the server: TGI's /info, /health and /metrics, and the probes of orchestrators,
-which read the state and call no shard."""
+"""The routes about the server: TGI's /info, /health and /metrics; KServe's health and metadata; and
+the probes of orchestrators, which read the state and call no shard."""
 
 import asyncio
 from dataclasses import fields
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.convertors import StringConvertor, register_url_convertor
 
-from text_generation_router.api.errors import UNAUTHORIZED, ErrorResponse
+from text_generation_router.api.answers import json_response
+from text_generation_router.api.errors import (
+    STATUSES,
+    UNAUTHORIZED,
+    ErrorResponse,
+    ModelNotFoundError,
+)
+from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.config import VERSION
 from text_generation_router.edge.keys import NEEDS_KEY
@@ -140,26 +148,25 @@ def _unless(is_off: bool, reason: str) -> str:
     return f"off: {reason}" if is_off else "on"
 
 
+MODEL_PATH = "/v2/models/{model_name:model}"
+VERSION_PATH = f"{MODEL_PATH}/versions/{{model_version}}"
+# The server has one model, in one version; any is taken for it.
+ONLY_VERSION = "1"
+_SERVER = "text-generation-inference"
+INPUT, OUTPUT = "text_input", "text_output"
+"""What tensors are called that have no name of their own."""
+
 HEALTH_TIMEOUT_S = 5
 
-UNHEALTHY: dict[int | str, dict[str, Any]] = {
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "Service not ready"}
 }
 
 # Health, metrics and probes need no key.
 router = APIRouter(tags=["Text Generation Inference"])
 key_router = APIRouter(dependencies=NEEDS_KEY, tags=["Text Generation Inference"])
-
-
-async def check_health(services: Services) -> None:
-    """Raises UnhealthyError unless every shard takes work and the scheduler runs."""
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            is_healthy = await services.batcher.probe()
-    except TimeoutError:
-        is_healthy = False
-    if not is_healthy:
-        raise UnhealthyError
+kserve_router = APIRouter(tags=["KServe"])
+kserve_key_router = APIRouter(dependencies=NEEDS_KEY, tags=["KServe"])
 
 
 @get(router, "/", include_in_schema=False)
@@ -169,11 +176,17 @@ async def check_health(services: Services) -> None:
     "/health",
     summary="Health check method",
     response_class=Response,
-    responses=UNHEALTHY,
+    responses=_UNHEALTHY,
 )
 async def health(services: ServicesDependency) -> Response:
     """200 while every shard takes work and the scheduler runs."""
-    await check_health(services)
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            is_healthy = await services.batcher.probe()
+    except TimeoutError:
+        is_healthy = False
+    if not is_healthy:
+        raise UnhealthyError
     return Response()
 
 
@@ -249,3 +262,78 @@ async def readyz(services: ServicesDependency) -> Response:
 async def startupz(services: ServicesDependency) -> Response:
     """503 until it was ready for the first time."""
     return probe_answer(services.state, services.state.has_started)
+
+
+class _ModelName(StringConvertor):
+    """Names of models may have a few slashes; what may follow them in a path is no part of them."""
+
+    regex = "[^/]+(?:/(?!(?:versions|infer|ready|config|stats)(?:/|$))[^/]+){0,7}"
+
+
+register_url_convertor("model", _ModelName())
+
+
+@get(kserve_router, "/v2/health/live", summary="Liveness")
+async def kserve_live() -> Response:
+    """The process answers, whatever its shards do."""
+    return json_response({"live": True})
+
+
+@get(kserve_router, "/v2/health/ready", summary="Readiness", responses=_UNHEALTHY)
+async def kserve_ready(services: ServicesDependency) -> Response:
+    """Every shard takes work and the scheduler runs."""
+    await health(services)
+    return json_response({"live": True})
+
+
+@get(kserve_router, f"{VERSION_PATH}/ready", summary="Readiness of the model", responses=_UNHEALTHY)
+async def kserve_model_ready(
+    model_name: str, model_version: str, services: ServicesDependency
+) -> Response:
+    """The same as the readiness of the server, which has one model; any name and version do."""
+    return await kserve_ready(services)
+
+
+@get(kserve_key_router, "/v2", summary="Server metadata", responses=UNAUTHORIZED)
+async def kserve_metadata() -> Response:
+    """What the server is."""
+    extensions = ["health", "models", "metrics"]
+    return json_response({"name": _SERVER, "version": VERSION, "extensions": extensions})
+
+
+@get(kserve_key_router, VERSION_PATH, summary="Model metadata", responses=UNAUTHORIZED)
+async def kserve_model_metadata(model_name: str, model_version: str) -> Response:
+    """The name and the version from the path, since the server has one model."""
+    extensions = ["infer", "ready"]
+    return json_response({"name": model_name, "version": model_version, "extensions": extensions})
+
+
+@get(
+    kserve_router,
+    f"{MODEL_PATH}/ready",
+    summary="Readiness of the model in any version",
+    responses=STATUSES,
+)
+async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
+    """The same as the readiness of the server. It needs no key, and so shows no name."""
+    try:
+        check_model(model_name, services)
+    except ModelNotFoundError:
+        raise HTTPException(404) from None
+    return await kserve_ready(services)
+
+
+@get(kserve_key_router, MODEL_PATH, summary="Model metadata of the protocol", responses=STATUSES)
+async def kserve_any_version_metadata(model_name: str, services: ServicesDependency) -> Response:
+    """The tensors that the model takes and gives; inputs and outputs may have other names."""
+    check_model(model_name, services)
+    texts = {"datatype": "BYTES", "shape": [-1]}
+    return json_response(
+        {
+            "name": model_name,
+            "versions": [ONLY_VERSION],
+            "platform": _SERVER,
+            "inputs": [{"name": INPUT, **texts}],
+            "outputs": [{"name": OUTPUT, **texts}],
+        }
+    )
