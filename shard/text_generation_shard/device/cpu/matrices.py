@@ -13,14 +13,20 @@ from numba import typeof
 from torch import Tensor
 
 from text_generation_shard.device.base import ALL
-from text_generation_shard.device.cpu.kernels import bfloat12, grouped, vector
+from text_generation_shard.device.cpu.kernels import bfloat12, vector
 from text_generation_shard.device.cpu.kernels.llvm import LANES, address_of
 from text_generation_shard.device.cpu.kernels.multiply import (
+    BLOCK_BYTES,
+    NUMBERS_PER_WORD,
+    VECTORS,
     multiply,
     multiply_item,
     multiply_signature,
+    panel_bytes,
+    sum_inputs,
+    sums_bytes,
 )
-from text_generation_shard.device.cpu.kernels.product import Product, num_parts
+from text_generation_shard.device.cpu.kernels.tile import Product, num_parts
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, INT4, INT8, STEP_BYTES
 from text_generation_shard.device.reference.matrices import (
     GROUP,
@@ -330,33 +336,34 @@ class PackedInt4Matrix(PackedWeight):
 
     def _multiply(self, product: Product) -> None:
         groups = self._num_inputs // GROUP
-        sums = torch.empty(product.num_rows * grouped.sums_bytes.py_func(groups), dtype=torch.uint8)
+        sums = torch.empty(product.num_rows * sums_bytes.py_func(groups), dtype=torch.uint8)
         product = product._replace(beside=vector.tensor_address(sums))
-        grouped.sum_inputs(product)
+        sum_inputs(product)
         super()._multiply(product)
 
 
 def _blocks(numbers: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The blocks of an int4 weight w = scale * number + zero, see `kernels.grouped`. numbers [N, K]
-    from 0 to 15, int8, which represent -8 to 7; scale and zero [N, K / 32] bfloat16; N is a
-    multiple of 16, K of 32."""
+    """The blocks of an int4 weight w = scale * number + zero, see `kernels.multiply`.
+
+    numbers [N, K] from 0 to 15, int8, which represent -8 to 7; scale and zero [N, K / 32] bfloat16;
+    N is a multiple of 16, K of 32."""
     panels, groups = len(numbers) // LANES, scale.shape[1]
     # An odd number of groups is padded with zeros; the numbers of the padding are not stored.
     pairs, extra = -(-groups // 2), -groups % 2
-    packed = vector.aligned(panels * grouped.panel_bytes.py_func(groups), torch.uint8)
-    rows = torch.zeros(panels, pairs * grouped.BLOCK_BYTES // 2, dtype=torch.int16)
-    blocks = rows.view(panels, pairs, 2 * (1 + grouped.VECTORS), 2 * LANES)
+    packed = vector.aligned(panels * panel_bytes.py_func(groups), torch.uint8)
+    rows = torch.zeros(panels, pairs * BLOCK_BYTES // 2, dtype=torch.int16)
+    blocks = rows.view(panels, pairs, 2 * (1 + VECTORS), 2 * LANES)
     zeros, scales = (
         torch.nn.functional.pad(part, (0, extra)).view(torch.int16).view(panels, LANES, pairs, 2)
         for part in (zero, scale)
     )
     blocks[:, :, 0] = zeros.transpose(1, 2).flatten(2)
     blocks[:, :, 1] = scales.permute(0, 2, 3, 1).flatten(2)
-    members = numbers.view(panels, LANES, groups, grouped.VECTORS, grouped.NUMBERS_PER_WORD, 2)
-    shifts = 4 * torch.arange(grouped.NUMBERS_PER_WORD, dtype=torch.int32)[:, None]
+    members = numbers.view(panels, LANES, groups, VECTORS, NUMBERS_PER_WORD, 2)
+    shifts = 4 * torch.arange(NUMBERS_PER_WORD, dtype=torch.int32)[:, None]
     words = (members.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
     words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, extra))
-    blocks[:, :, 2:] = words.view(panels, pairs, 2 * grouped.VECTORS, 2 * LANES)
+    blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
     words = packed.view(torch.int16).view(panels, -1)
     words.copy_(rows[:, : words.shape[1]])
     return packed

@@ -19,7 +19,6 @@ from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.kernels import layers
 from text_generation_shard.device.cpu.kernels.choice import Choices, choose
 from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
-from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.vector import (
     INT8,
@@ -258,7 +257,7 @@ class FusedDecoder:
         )
         if self._ranks is not None:
             sizes = len(ids), len(plan.wanted), len(logits), len(self._layers)
-            count = num_operations(self._pass[0], *sizes)
+            count = layers.num_operations(self._pass[0], *sizes)
             self._pass["num_words"], self._pass["word"] = count, self._ranks.reserve(count)
             self._pass["deadline_ns"] = self._ranks.exchange[0]["deadline_ns"]
             self._status[0] = ARRIVED

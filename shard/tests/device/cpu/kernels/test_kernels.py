@@ -13,7 +13,7 @@ from text_generation_shard.checkpoint.rope import RopeConfig, RotaryEmbedding
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, pointwise, tile
-from text_generation_shard.device.cpu.kernels.attention import plan_rows
+from text_generation_shard.device.cpu.kernels.layers import plan_rows
 from text_generation_shard.device.cpu.kernels.llvm import BYTES, call, load, store
 from text_generation_shard.device.cpu.matrices import (
     Int4Matrix,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
-from text_generation_shard.device.cpu.kernels.product import num_parts
+from text_generation_shard.device.cpu.kernels.tile import num_parts
 
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.rank_passes import Case, Found, key, run_cases

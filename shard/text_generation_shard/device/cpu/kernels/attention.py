@@ -13,7 +13,7 @@ exactly 0.
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import int32, int64, njit
+from numba import njit
 
 from text_generation_shard.device.cpu.kernels import (
     MAX_HEAD_DIM,
@@ -336,38 +336,3 @@ def _collect(
             _by_rows_of_1(rows, given)
         else:
             _by_rows_of_2(rows, given)
-
-
-PLANNED: Final = (int64[::1], int64[::1], int32[:, ::1], int64[:, ::1], int64, int64)
-"""Signature of `plan_rows`."""
-
-
-@njit(cache=True, boundscheck=False)
-def plan_rows(
-    rows: Any, starts: Any, token_ids: Any, block_tables: Any, group: int, num_threads: int
-) -> Any:
-    """Plan a decode pass of the tokens at `starts` [R] of `rows` [R]: ids [R], slots [R], and tasks
-    [N, 6], whose rows are those of block_tables; group: query heads per KV head.
-
-    Why it is fast: between two steps the caches are cold, and one compiled call replaces two dozen
-    numpy operations. It holds the GIL, because the event loop would keep it for longer than this
-    takes.
-    """
-    input_ids, slots = np.empty_like(rows), np.empty_like(rows)
-    for index in range(len(rows)):
-        row, start = rows[index], starts[index]
-        input_ids[index] = token_ids[row, start]
-        block = block_tables[row, start // BLOCK_SIZE]
-        slots[index] = block * BLOCK_SIZE + start % BLOCK_SIZE
-    parts = -(-group // TASK_ROWS)
-    tasks = np.empty((len(rows) * parts, TASK_FIELDS), np.int64)
-    # From the longest, the tasks are dealt to the threads' contiguous parts in turn.
-    order = np.argsort(-starts, kind="mergesort")
-    count = 0
-    for thread in range(num_threads):
-        for index in range(thread, len(tasks), num_threads):
-            row, task = order[index // parts], tasks[count]
-            task[0], task[1], task[2] = rows[row], row, starts[row]
-            task[3], task[4], task[5] = index % parts * TASK_ROWS, group, 0
-            count += 1
-    return input_ids, slots, tasks

@@ -25,9 +25,8 @@ from text_generation_shard.device.cpu.kernels import (
     struct_type,
     vector,
 )
-from text_generation_shard.device.cpu.kernels.items import compute_all
 from text_generation_shard.device.cpu.kernels.llvm import INTS, LANES, VECTOR_BYTES, WORDS
-from text_generation_shard.device.cpu.kernels.product import SUMS_BYTES
+from text_generation_shard.device.cpu.kernels.thread_pool import compute_all
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, BFLOAT16
 
 STEPS: Final = 4
@@ -74,10 +73,10 @@ def _numbers(codes: Any, words: Any) -> Any:
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
 def add_exceptions(
-    beside: int, panel: int, all_panels: int, inputs: int, row_bytes: int, rows: int, sums: int
+    beside: int, panel: int, all_panels: int, inputs: int, row_bytes: int, sums: Any, rows: int
 ) -> None:
     """Add the exceptions of a panel, one of `all_panels`, to the sums of a tile of some rows.
-    beside: address of `Narrowed.beside`; inputs: address of the rows."""
+    beside: address of `Narrowed.beside`; inputs: address of the rows; sums: address and stride."""
     firsts_at = beside + all_panels * VECTOR_BYTES
     firsts = llvm.array_at(ADDRESS, firsts_at)
     if firsts[panel] == firsts[panel + 1]:
@@ -88,7 +87,7 @@ def add_exceptions(
     for index in range(firsts[panel], firsts[panel + 1]):
         start, source = (vectors + index * VECTOR_BYTES,), inputs + steps[index] * vector.STEP_BYTES
         for row in range(rows):
-            at, own = source + row * row_bytes, sums + row * SUMS_BYTES
+            at, own = source + row * row_bytes, sums[0] + row * sums[1]
             total = vector.load_sums(1, 1, own, 0)
             total = vector.add_steps(BFLOAT16, total, load_step, start, (), at, 0)
             vector.store_sums(total, 1, own, 0)

@@ -18,7 +18,7 @@ from text_generation_shard.device.cpu.kernels import (
     struct_type,
     vector,
 )
-from text_generation_shard.device.cpu.kernels.items import compute_all
+from text_generation_shard.device.cpu.kernels.thread_pool import compute_all
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, INTERNAL, inlined
 from text_generation_shard.sampling.table import SAMPLING_ROW
 

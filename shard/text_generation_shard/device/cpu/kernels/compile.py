@@ -17,23 +17,21 @@ from numba.core import config
 
 from text_generation_shard.device.cpu.kernels import (
     are_vectors_wide,
-    attention,
     bfloat12,
     cache,
     choice,
     exchange,
     layers,
 )
-from text_generation_shard.device.cpu.kernels.grouped import sum_inputs
-from text_generation_shard.device.cpu.kernels.items import (
+from text_generation_shard.device.cpu.kernels.multiply import multiply, sum_inputs
+from text_generation_shard.device.cpu.kernels.pointwise import Norm
+from text_generation_shard.device.cpu.kernels.steps import compute_item
+from text_generation_shard.device.cpu.kernels.thread_pool import (
     all_signature,
     compute_all,
     item_signature,
 )
-from text_generation_shard.device.cpu.kernels.multiply import multiply
-from text_generation_shard.device.cpu.kernels.pointwise import Norm
-from text_generation_shard.device.cpu.kernels.product import PRODUCT
-from text_generation_shard.device.cpu.kernels.rank_steps import compute_item
+from text_generation_shard.device.cpu.kernels.tile import PRODUCT
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker, weights_marker
 
 logger = logging.getLogger(__name__)
@@ -193,5 +191,5 @@ def _kernels(models: Wanted) -> Kernels:
     if weight_kind == uint8:
         found[sum_inputs] = [(PRODUCT,)]
     found |= {compute_item: [item], compute_all: [all_signature(given) for given in taken]}
-    found[attention.plan_rows] = [attention.PLANNED]
+    found[layers.plan_rows] = [layers.PLANNED]
     return found

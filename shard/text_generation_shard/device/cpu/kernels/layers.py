@@ -8,7 +8,7 @@ kernels, and so the results, are the same as in calls from Python.
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32, from_dtype, int64, njit, uint8
+from numba import float32, from_dtype, int32, int64, njit, uint8
 
 from text_generation_shard.device.cpu.kernels import (
     Address,
@@ -21,13 +21,26 @@ from text_generation_shard.device.cpu.kernels import (
     pointwise,
     struct_type,
 )
-from text_generation_shard.device.cpu.kernels.grouped import GROUP, sum_groups
-from text_generation_shard.device.cpu.kernels.items import item_signature
 from text_generation_shard.device.cpu.kernels.llvm import address_of, itemsize
-from text_generation_shard.device.cpu.kernels.multiply import multiply_item, multiply_signature
-from text_generation_shard.device.cpu.kernels.rank_steps import compute_item, write_phases
-from text_generation_shard.device.cpu.kernels.steps import num_phases
-from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, run_phases
+from text_generation_shard.device.cpu.kernels.multiply import (
+    GROUP,
+    multiply_item,
+    multiply_signature,
+    sum_groups,
+)
+from text_generation_shard.device.cpu.kernels.steps import (
+    NUM_PRODUCTS,
+    NUM_STEPS,
+    compute_item,
+    write_phases,
+)
+from text_generation_shard.device.cpu.kernels.thread_pool import (
+    PHASE,
+    PHASES,
+    item_signature,
+    run_phases,
+)
+from text_generation_shard.device.cpu.kernels.tile import ROWS_AT_ONCE
 
 FIELDS: Final = {
     "attention_norm": "address: weights of the norm before attention, [hidden_size] float32",
@@ -73,7 +86,7 @@ SIZES: Final = {
     "num_kv_heads": "heads of keys and of values",
     "head_dim": "features of a head",
     "half": "half the number of rotated features of a head",
-    "out_parts": "parts of the sums of `out`, see `product.num_parts`",
+    "out_parts": "parts of the sums of `out`, see `tile.num_parts`",
     "down_parts": "parts of the sums of `down`",
 }
 """The rank's sizes, shared by all layers."""
@@ -91,7 +104,7 @@ OF_RANKS: Final = exchange.FIELDS | {
     "first_token": "first token of this rank's part of the vocabulary",
     "vectors": "address: embeddings of this rank's tokens; 0: `hidden` has them",
     "row_itemsize": "bytes of a row's element",
-    "word": "word of the first operation of a pass, see `rank_steps`",
+    "word": "word of the first operation of a pass, see `steps`",
     "num_words": "operations of the pass",
 }
 """For several ranks; else 0."""
@@ -221,7 +234,7 @@ def run_layers(given: Given, memory: Any, num_threads: int) -> int:
     if not is_widened:
         this.scores = np.int64(logits.ctypes.data)
     # Each operation of ranks adds at most four phases.
-    phases = np.zeros(num_phases(given) + 4 * this.num_words, PHASE)
+    phases = np.zeros(_num_phases(given) + 4 * this.num_words, PHASE)
     write_phases(given, phases)
     run_phases(this.item, given, phases, this.board, num_threads)
     return needed
@@ -270,3 +283,62 @@ def _place_buffers(this: Any, sizes: Any, start: int) -> None:
     this.inner = this.attended + sizes[4]
     this.sums = this.inner + sizes[5]
     this.scores = this.sums + sizes[6]
+
+
+@njit(inline="always")
+def _num_phases(given: Any) -> int:
+    """Most phases of a pass."""
+    blocks = -(-len(given.slots) // ROWS_AT_ONCE)
+    count = len(given.layers) * (NUM_STEPS + NUM_PRODUCTS * (blocks - 1)) + 1
+    return count + (blocks + 1 if len(given.logits) else 0)
+
+
+def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> int:
+    """Number of operations of a pass of `rows` tokens, `wanted` of which have last hidden states
+    and `num_logits` logits. this: a PASS."""
+    number_bytes = int(this["row_itemsize"])
+    vectors = _num_chunks(this, rows, int(this["hidden_size"]) * number_bytes)
+    sums = [_num_chunks(this, count, int(this["hidden_size"]) * 4) for count in (rows, wanted)]
+    scores = _num_chunks(this, num_logits, int(this["vocab_size"]) * number_bytes)
+    return vectors + 2 * ((num_layers - 1) * sums[0] + sums[1]) + scores
+
+
+def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
+    rows_at_once = int(this["slot_bytes"]) // row_bytes
+    assert rows_at_once > 0, "a slot has room for a row"
+    return -(-rows // rows_at_once)
+
+
+PLANNED: Final = (int64[::1], int64[::1], int32[:, ::1], int64[:, ::1], int64, int64)
+"""Signature of `plan_rows`."""
+
+
+@njit(cache=True, boundscheck=False)
+def plan_rows(
+    rows: Any, starts: Any, token_ids: Any, block_tables: Any, group: int, num_threads: int
+) -> Any:
+    """Plan a decode pass of the tokens at `starts` [R] of `rows` [R]: ids [R], slots [R], and tasks
+    [N, 6], whose rows are those of block_tables; group: query heads per KV head.
+
+    Why it is fast: between two steps the caches are cold, and one compiled call replaces two dozen
+    numpy operations. It holds the GIL, because the event loop would keep it for longer than this
+    takes.
+    """
+    input_ids, slots = np.empty_like(rows), np.empty_like(rows)
+    for index in range(len(rows)):
+        row, start = rows[index], starts[index]
+        input_ids[index] = token_ids[row, start]
+        block = block_tables[row, start // attention.BLOCK_SIZE]
+        slots[index] = block * attention.BLOCK_SIZE + start % attention.BLOCK_SIZE
+    parts = -(-group // attention.TASK_ROWS)
+    tasks = np.empty((len(rows) * parts, attention.TASK_FIELDS), np.int64)
+    # From the longest, the tasks are dealt to the threads' contiguous parts in turn.
+    order = np.argsort(-starts, kind="mergesort")
+    count = 0
+    for thread in range(num_threads):
+        for index in range(thread, len(tasks), num_threads):
+            row, task = order[index // parts], tasks[count]
+            task[0], task[1], task[2] = rows[row], row, starts[row]
+            task[3], task[4], task[5] = index % parts * attention.TASK_ROWS, group, 0
+            count += 1
+    return input_ids, slots, tasks

@@ -6,6 +6,12 @@ matrix. bfloat16 weights are stored in 12 bits, see `bfloat12`: a decode step re
 
 Each output adds its products in the order of the inputs, for any number of rows: a row's result has
 the same bits in any batch.
+
+int4 weights have a scale and a zero for each group of 32 inputs. A block, which is contiguous, has
+two groups of 16 outputs: a vector of zeros, a vector of scales, and for each group four vectors of
+numbers, four numbers per 16 bits. A table of 16 converts numbers to bfloat16, with one shift and
+one permutation for 32 numbers. The contribution of the zeros is also a product of pairs: with the
+input sums of two groups. These sums are rounded to bfloat16, like the inputs.
 """
 
 from collections.abc import Callable
@@ -15,10 +21,11 @@ import numpy as np
 from numba import int64, njit, prange, types
 from numba.extending import overload
 
-from text_generation_shard.device.cpu.kernels import bfloat12, grouped, llvm
-from text_generation_shard.device.cpu.kernels.bfloat12 import add_exceptions
-from text_generation_shard.device.cpu.kernels.llvm import VECTOR_BYTES
-from text_generation_shard.device.cpu.kernels.product import (
+from text_generation_shard.device.cpu.kernels import bfloat12, llvm, vector
+from text_generation_shard.device.cpu.kernels.bfloat12 import add_exceptions, load_step
+from text_generation_shard.device.cpu.kernels.llvm import FLOATS, INTS, LANES, VECTOR_BYTES, WORDS
+from text_generation_shard.device.cpu.kernels.thread_pool import may_store
+from text_generation_shard.device.cpu.kernels.tile import (
     LEVELS_VECTORS,
     PRODUCT,
     ROWS_AT_ONCE,
@@ -27,22 +34,56 @@ from text_generation_shard.device.cpu.kernels.product import (
     TILE_COLUMNS,
     TILE_ROWS,
     Outputs,
+    Pages,
     Product,
     add_part,
-    clear,
-    num_panels,
-    store_rows,
-)
-from text_generation_shard.device.cpu.kernels.thread_pool import may_store
-from text_generation_shard.device.cpu.kernels.tile import (
-    Pages,
     by_size,
     bytes_per_step,
+    clear,
     dequantize,
+    num_panels,
     paged_tile,
+    sized,
+    store_rows,
     tile,
 )
-from text_generation_shard.device.cpu.kernels.vector import ADDRESS, STEP_BYTES, inlined, spaced
+from text_generation_shard.device.cpu.kernels.vector import (
+    ADDRESS,
+    BFLOAT16,
+    STEP_BYTES,
+    inlined,
+    spaced,
+)
+
+GROUP: Final = 32
+"""Inputs that share a scale and a zero."""
+STEPS: Final = GROUP // 2
+"""Pairs of inputs per group."""
+NUMBERS_PER_WORD: Final = 4
+"""Numbers per 16 bits: one of each of four steps, the first step in the lowest bits."""
+VECTORS: Final = STEPS // NUMBERS_PER_WORD
+"""Vectors of numbers per group."""
+BLOCK_BYTES: Final = 2 * (1 + VECTORS) * VECTOR_BYTES
+
+# Offsets and sizes within a block.
+_SCALES_AT: Final = VECTOR_BYTES
+_NUMBERS_AT: Final = 2 * VECTOR_BYTES
+_SCALE_BYTES: Final = LANES * 2
+_NUMBER_BYTES: Final = VECTORS * VECTOR_BYTES
+_NUMBER_BITS: Final = 4
+
+# A lookup uses 5 bits: a number, and an arbitrary bit of the next number. So the table holds each
+# number twice.
+_NUMBERS: Final = np.tile(np.arange(-8, 8, dtype=np.float32), 2).view(np.uint32) >> 16
+_TABLE: Final = llvm.Table(WORDS, _NUMBERS.tolist())
+
+# From this number of rows, all threads compute the input sums.
+_SHARED_ROWS: Final = 8
+# Rows of the largest tile; the others have 8, 4, 2 or 1.
+_MOST_ROWS: Final = 12
+# For few rows: most panels of an item, and bytes of weights that suffice for an item.
+_MOST_PANELS: Final = 4
+_ITEM_BYTES: Final = 20 * 1024
 
 # Rows of a tile with 12-bit weights: of a tall tile of one column, for up to two tiles of rows,
 # which hides the decoding behind the products; of a wide tile of three columns, for more rows,
@@ -94,15 +135,16 @@ def _panel_bytes(weight_kind: Any, product: Product) -> Any:
     """Bytes of the weights of LANES outputs."""
     halves = 2 if product.is_gated else 1
     if are_grouped(weight_kind):
-        return halves * grouped.panel_bytes(product.steps // grouped.STEPS)
+        return halves * panel_bytes(product.steps // STEPS)
     return halves * product.steps * bytes_per_step(weight_kind)
 
 
 @inlined
 def _tiles_of_item(weight_kind: Any, product: Product) -> Any:
     """Neighbouring tiles of columns that an item computes."""
-    if are_grouped(weight_kind):
-        return grouped.tiles_of_item(_panel_bytes(weight_kind, product), product.num_rows)
+    if are_grouped(weight_kind) and product.num_rows <= TILE_ROWS:
+        # Taking an item has a cost, so small panels are combined.
+        return max(1, min(_MOST_PANELS, _ITEM_BYTES // _panel_bytes(weight_kind, product)))
     return 1
 
 
@@ -116,7 +158,7 @@ def _are_narrow(weight_kind: Any) -> Any:
 def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
     """Rows of the next tile if `left` of `num_rows` rows are left."""
     if are_grouped(weight_kind):
-        return grouped.tile_rows(num_rows)
+        return _grouped_rows(num_rows)
     rows = TILE_ROWS
     if _are_narrow(weight_kind):
         if columns > 1:
@@ -192,7 +234,7 @@ def _sum_part(weight_kind: Any, own: Outputs, part: int, row: int, rows: int) ->
 
 @overload(_sum_part, {"forceinline": True, "error_model": "numpy"}, strict=False)
 def _choose_sum_part(weight_kind: Any, *_: Any) -> Callable[..., None]:
-    return grouped.sum_part if weight_kind == types.uint8 else _sum_panels
+    return _sum_groups_of_part if weight_kind == types.uint8 else _sum_panels
 
 
 def _sum_panels(weight_kind: Any, own: Outputs, part: int, row: int, rows: int) -> None:
@@ -217,8 +259,8 @@ def _sum_panels(weight_kind: Any, own: Outputs, part: int, row: int, rows: int) 
         all_parts = halves * num_panels(product.num_outputs) * product.num_parts
         for column in range(halves * columns):
             number = (halves * panel + column) * product.num_parts + part
-            to = sums + column * VECTOR_BYTES
-            add_exceptions(product.beside, number, all_parts, source, row_bytes, rows, to)
+            target = sums + column * VECTOR_BYTES, SUMS_BYTES
+            add_exceptions(product.beside, number, all_parts, source, row_bytes, target, rows)
 
 
 @inlined
@@ -273,3 +315,124 @@ def _add_dequantized(
     llvm.array_at(ADDRESS, address)[0] = numbers
     pages = Pages(address, 1, 0, steps * VECTOR_BYTES, steps)
     _by_columns(columns, (kind, pages, inputs, row_bytes, sums, SUMS_BYTES))
+
+
+@inlined
+def _sum_group(inputs: int) -> Any:
+    """The sum of the 32 bfloat16 at an address, in a fixed order."""
+    pairs = llvm.load(INTS, inputs)
+    # A bfloat16 is the upper half of a float32.
+    lower = llvm.reinterpreted(FLOATS, pairs << 16)
+    return vector.sum_of_lanes(lower + llvm.reinterpreted(FLOATS, pairs & -(2**16)))
+
+
+def _grouped_tile(rows: int) -> Any:
+    """`tile` of one column for int4 blocks: w = scale * number + zero. source: address and stride
+    of the inputs, then of their group sums.
+
+    The products of a group and the totals are both in registers, so a tile has only one column.
+    With 12 rows, the conversion to bfloat16 is hidden behind the products.
+    """
+
+    def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
+        inputs, stride, input_sums, input_sums_stride = source
+        totals = vector.no_sums(rows, 1)
+        for group in range(groups):
+            pair, member = group >> 1, group & 1
+            block = blocks + pair * BLOCK_BYTES
+            if member == 0:
+                # The first of two groups adds the zeros of both.
+                at = input_sums + pair * STEP_BYTES
+                zeros = (block,)
+                totals = vector.add_steps(
+                    BFLOAT16, totals, load_step, zeros, (), at, input_sums_stride
+                )
+            start = (block + _NUMBERS_AT + member * _NUMBER_BYTES,)
+            at = inputs + group * STEPS * STEP_BYTES
+            products = vector.no_sums(rows, 1)
+            for step in range(STEPS):
+                word, shift = step // NUMBERS_PER_WORD, step % NUMBERS_PER_WORD * _NUMBER_BITS
+                own = at + step * STEP_BYTES
+                products = vector.add_steps(
+                    BFLOAT16, products, _look_up, start, (word, shift), own, stride
+                )
+            scales_at = block + _SCALES_AT + member * _SCALE_BYTES
+            scales = vector.widen(llvm.load(llvm.SHORTS, scales_at))
+            totals = vector.add_scaled(totals, scales, products)
+        vector.store_sums(totals, 1, sums, SUMS_BYTES)
+
+    return sized(multiply_blocks, rows, 1)
+
+
+@inlined
+def _look_up(kind: Any, numbers: int, word: int, shift: int) -> Any:
+    """The numbers of one step as pairs of bfloat16."""
+    words = llvm.load(WORDS, numbers + word * VECTOR_BYTES)
+    return (llvm.reinterpreted(INTS, vector.look_up(_TABLE, words >> shift)),)
+
+
+_by_rows: Final = by_size({rows: _grouped_tile(rows) for rows in (_MOST_ROWS, 8, 4, 2, 1)})
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
+    """Write the input sums of a row's groups as pairs of bfloat16, for the product."""
+    width = groups + groups % 2
+    sums = llvm.array_at(BFLOAT16, input_sums + row * width * 2)
+    sums[width - 1] = BFLOAT16
+    for group in range(groups):
+        total = _sum_group(inputs + (row * groups + group) * STEPS * STEP_BYTES)
+        sums[group] = llvm.rounded(BFLOAT16, total)
+
+
+@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def sum_inputs(product: Product) -> None:
+    """`sum_groups` for all rows of a product."""
+    groups = product.steps // STEPS
+    if product.num_rows < _SHARED_ROWS:
+        for row in range(product.num_rows):
+            sum_groups(product.inputs, product.beside, row, groups)
+    else:
+        for row in prange(product.num_rows):
+            sum_groups(product.inputs, product.beside, row, groups)
+
+
+def _sum_groups_of_part(weight_kind: Any, own: Outputs, part: int, row: int, rows: int) -> None:
+    """See `multiply`; there is one column."""
+    product = own.product
+    groups, row_bytes = product.steps // STEPS, product.steps * STEP_BYTES
+    part_groups, halves = groups // product.num_parts, 2 if product.is_gated else 1
+    source = (
+        product.inputs + row * row_bytes + part * part_groups * STEPS * STEP_BYTES,
+        row_bytes,
+        product.beside + row * sums_bytes(groups) + part * sums_bytes(part_groups),
+        sums_bytes(groups),
+    )
+    for half in range(halves):
+        blocks = product.weights + (halves * own.panel + half) * panel_bytes(groups)
+        blocks += part * panel_bytes(part_groups)
+        _by_rows(rows, (blocks, source, part_groups, own.sums + half * VECTOR_BYTES))
+
+
+@inlined
+def _grouped_rows(num_rows: int) -> int:
+    # With int4 weights, larger tiles are faster, but the last one may compute some rows twice.
+    are_many = num_rows >= _MOST_ROWS and (
+        -num_rows % _MOST_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
+    )
+    rows = min(num_rows, TILE_ROWS)
+    while rows & (rows - 1):
+        rows &= rows - 1
+    return _MOST_ROWS if are_many else rows
+
+
+@inlined
+def sums_bytes(groups: int) -> int:
+    """Bytes of the input sums of a row."""
+    return -(-groups // 2) * STEP_BYTES
+
+
+@inlined
+def panel_bytes(groups: int) -> int:
+    """Bytes of a panel with this number of groups."""
+    return groups // 2 * BLOCK_BYTES + groups % 2 * (BLOCK_BYTES - VECTORS * VECTOR_BYTES)

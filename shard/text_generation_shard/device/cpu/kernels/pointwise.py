@@ -12,8 +12,8 @@ from numba import njit
 from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import Address, Count, Real, llvm, vector
-from text_generation_shard.device.cpu.kernels.items import compute
 from text_generation_shard.device.cpu.kernels.llvm import FLOATS, LANES
+from text_generation_shard.device.cpu.kernels.thread_pool import compute
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32
 
 # Up to this number of values, starting another thread costs more than it saves.

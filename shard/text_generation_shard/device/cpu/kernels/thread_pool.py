@@ -9,14 +9,17 @@ that has few rows (unless the thread stopped while taking an item or storing res
 A phase has items, which threads may compute in any order. Each thread begins with its own share,
 contiguous in memory, then steals from other shares (Blumofe and Leiserson 1999). Any number of
 threads may arrive; a single one computes everything.
+
+One kernel for all its items (`compute`) has no use for phases, and is a parallel loop.
 """
 
+from functools import cache
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
-from numba import from_dtype, njit, prange
+from numba import boolean, from_dtype, int64, njit, prange
 
-from text_generation_shard.device.cpu.kernels import Address, Count, llvm
+from text_generation_shard.device.cpu.kernels import Address, Count, llvm, struct_type
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS
 
 PHASE: Final = np.dtype(
@@ -31,7 +34,7 @@ PHASE: Final = np.dtype(
 """A phase: step, layer, and first row; number of items, possibly 0; address of the weights that the
 items read in order, and bytes per item (0: none); whether an item calls `may_store` before it
 stores results, so that two threads may compute it; and for an exchange between ranks the
-operation, see `rank_steps`, and its rows."""
+operation, see `steps`, and its rows."""
 PHASES: Final = from_dtype(PHASE)[::1]
 
 # The board: one cache line with a word: the phase in the upper half, and in the lower half whether
@@ -243,3 +246,37 @@ def _is_over(work: Work, phase: int, looks: int) -> bool:
             return True
         llvm.pause()
     return False
+
+
+def item_signature(struct: type, kind: Any) -> tuple[Any, ...]:
+    """Signature of a kernel (given, index of an item), whose `given` is a struct; its field `kind`
+    is a marker of this type, see `vector`."""
+    return struct_type(struct, kind=kind), int64
+
+
+def all_signature(given: Any) -> tuple[Any, ...]:
+    """Signature of `compute_all` for a struct of this type."""
+    return int64, given, int64, boolean
+
+
+def compute(kernel: Any, given: Any, count: int, is_shared: bool) -> None:
+    """Compute `count` items of one kernel; is_shared: in several threads, which cost something to
+    start."""
+    struct: Any = type(given)
+    compute_all(_code(kernel, struct, given.kind.dtype), given, count, is_shared)
+
+
+@cache
+def _code(kernel: Any, struct: Any, dtype: Any) -> int:
+    return llvm.address_of(kernel, item_signature(struct, from_dtype(dtype)))
+
+
+@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def compute_all(code: int, given: Any, count: int, is_shared: bool) -> None:
+    """`compute` with the address of the kernel, see `llvm.call`."""
+    if is_shared:
+        for index in prange(count):
+            llvm.call(code, (given, np.int64(index)))
+    else:
+        for index in range(count):
+            llvm.call(code, (given, np.int64(index)))

@@ -40,7 +40,7 @@ ADDRESS: Final = np.int64(0)
 INT8: Final = np.int8(0)
 """Weights of a bfloat16 product: int8."""
 INT4: Final = np.uint8(0)
-"""Weights of a bfloat16 product: int4, see `grouped`."""
+"""Weights of a bfloat16 product: int4, see `multiply`."""
 BFLOAT12: Final = np.int16(0)
 """Weights of a bfloat16 product: bfloat16 in 12 bits, see `bfloat12`."""
 
