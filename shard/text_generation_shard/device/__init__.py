@@ -1,4 +1,5 @@
-"""The devices by name. Importing this package imports no device."""
+"""The devices by name. Importing this package imports no device, and not torch, which reads the
+environment that `prepare_process` sets."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from text_generation_shard.device.cpu.host import prepare_process
 
 if TYPE_CHECKING:
     from text_generation_shard.device.base import DeviceOptions
-from text_generation_shard.device.reference.device import Device
+    from text_generation_shard.device.reference.device import Device
 
 __all__ = ["DEVICES", "open_device", "prepare_process"]
 

@@ -1,6 +1,8 @@
 """The machine of a process: cores and memory within control groups of versions 1 and 2."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -273,3 +275,9 @@ def test_weights_that_fit_are_read(quantize: str | None, rows: int, tmp_path: Pa
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match="not a readable safetensors file"):
         parameters(quantize, rows).load(tmp_path)
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    """It reads the environment that `prepare_process` sets when it is imported."""
+    code = "import sys, text_generation_shard.cli; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
