@@ -148,7 +148,7 @@ class Bench:
 
     def wait(self) -> None:
         """Wait until all launched work has ended."""
-        self.device.stream.mark().synchronize()
+        self.device.stream.mark()()
 
     def _wait_or_die(self) -> None:
         try:

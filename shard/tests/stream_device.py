@@ -3,15 +3,12 @@ without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from text_generation_shard.device.base import DeviceOptions, Model
-from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs
-from text_generation_shard.device.cuda.runner import StreamRunner
+from text_generation_shard.device.cuda.runner import Recorder, Stream, StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import DTYPES, Device
@@ -22,21 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LateStream:
-    """See `Stream`: CPU tensors, whose results are readable only after a wait."""
+class LateStream(Stream):
+    """CPU tensors, whose results are readable only after a wait."""
 
     def __init__(self) -> None:
         self._fetched: list[tuple[Tensor, Tensor]] = []
         self.num_recorded = 0
 
-    def mark(self) -> Any:
+    def mark(self) -> Callable[[], None]:
         begun, self._fetched = self._fetched, []
 
         def synchronize() -> None:
             for there, found in begun:
                 there.copy_(found)
 
-        return SimpleNamespace(synchronize=synchronize)
+        return synchronize
 
     def fetch(self, found: Tensor) -> Tensor:
         # No valid token id.
@@ -44,10 +41,10 @@ class LateStream:
         self._fetched.append((there, found.clone()))
         return there
 
-    def recorder(self) -> "LateStream":
-        return self
+    def recorder(self) -> Recorder:
+        return self._record
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def _record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
         with Recording() as recording:
             work()
@@ -125,9 +122,15 @@ class StreamDevice:
     def runner(self, model: Model) -> Any:
         plain: Any = self._own.runner(model)
         forward, stream = CheckedForward(plain._forward), LateStream()
-        graphs = Graphs(model, self._cuda_graphs, stream.recorder, self.upload)
-        make_rows = partial(DeviceRows, device=self.torch_device, upload=self.upload)
-        return StreamRunner(model, forward, graphs, stream, self._begin, make_rows, self.upload)
+        return StreamRunner(
+            model,
+            forward,
+            self._cuda_graphs,
+            stream,
+            self._begin,
+            self.torch_device,
+            self.upload,
+        )
 
     def _begin(self, scores: Scores, *rest: Any) -> Tensor:
         """See `cuda.sampler.begin`."""

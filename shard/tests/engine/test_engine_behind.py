@@ -124,8 +124,8 @@ def test_a_step_that_fails_late_leaves_what_was_there(
         launched: Any = handle.launched
         if launched is not None:
             # All was given to the device; it says late what it could not do.
-            lost: Any = SimpleNamespace(synchronize=lambda: 1 / 0)
-            patch.setattr(launched, "_launched", StreamStep(lost))
+            lost = StreamStep(lambda: 1 / 0)
+            patch.setattr(launched, "_launched", lost)
             handle.wait()
         with pytest.raises(ZeroDivisionError):
             handle.result()

@@ -14,7 +14,7 @@ from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, matrices, operators, sampler
-from text_generation_shard.device.cuda.runner import SynchronousStream
+from text_generation_shard.device.cuda.runner import Stream
 from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
@@ -174,7 +174,7 @@ def test_weights_of_few_bits_take_no_more(
         assert found["multiply"] + found["_scaled_mm"] == 4 * own.config.num_layers + 1
 
 
-class Fetched(SynchronousStream):
+class Fetched(Stream):
     """See `Stream`. Only tokens are copied to the host."""
 
     def __init__(self) -> None:

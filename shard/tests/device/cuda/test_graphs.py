@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs, sizes_of
+from text_generation_shard.device.cuda.runner import DeviceRows, Graphs, sizes_of
 from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device, step_of
@@ -140,7 +140,7 @@ def test_a_step_that_can_not_be_recorded_is_computed(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 …")
 
     driver = stream_driver(tiny_model_path)
-    monkeypatch.setattr(graphs_of(driver)._recorder, "record", refuse)
+    monkeypatch.setattr(graphs_of(driver), "_recorder", refuse)
     with caplog.at_level(logging.WARNING):
         outputs = launched_ahead(driver, 3, 12)
     assert are_equal(outputs, expected)

@@ -16,15 +16,9 @@ from text_generation_shard.device import base
 from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention, suits_flash
 from text_generation_shard.device.cuda.collectives import NcclCollectives
-from text_generation_shard.device.cuda.graphs import DeviceRows, Graphs
 from text_generation_shard.device.cuda.kernels import launch, layers
 from text_generation_shard.device.cuda.matrices import FORMS, OneTileMatrix
-from text_generation_shard.device.cuda.runner import (
-    CudaStream,
-    Stream,
-    StreamRunner,
-    SynchronousStream,
-)
+from text_generation_shard.device.cuda.runner import CudaStream, Stream, StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_copies, pinned_upload
 from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.device import Device
@@ -66,7 +60,7 @@ class TritonDevice(Device):
     cache_dtypes = MappingProxyType(
         {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     )
-    stream: Stream = SynchronousStream()
+    stream = Stream()
     _gate = staticmethod(gate)
 
     def __init__(
@@ -135,14 +129,13 @@ class TritonDevice(Device):
 
     def runner(self, model: base.Model) -> StreamRunner:
         """See Device."""
-        graphs = Graphs(model, self._cuda_graphs, self.stream.recorder, self.upload)
         return StreamRunner(
             model,
             EagerForward(model),
-            graphs,
+            self._cuda_graphs,
             self.stream,
             partial(sampler.begin, self.upload),
-            partial(DeviceRows, device=self.torch_device, upload=self.upload),
+            self.torch_device,
             self.upload,
         )
 
