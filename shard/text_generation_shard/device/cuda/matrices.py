@@ -194,11 +194,7 @@ class Float8Matrix:
     kind = "fp8"
 
     def __init__(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        has_one_tile: bool,
-        columns: slice = ALL,
+        self, weight: Tensor, dtype: torch.dtype, has_one_tile: bool, columns: slice = ALL
     ) -> None:
         """columns: see Device.matrix."""
         assert not has_one_tile, "torch chooses its tiles by the number of rows"

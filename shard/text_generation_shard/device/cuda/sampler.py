@@ -13,7 +13,6 @@ from text_generation_shard.sampling.sampler import (
     favour_green,
 )
 from text_generation_shard.sampling.table import (
-    Biases,
     SamplingColumns,
     SamplingTable,
     Watermark,
@@ -37,13 +36,20 @@ def begin(
     allowed: Allowed | None,
 ) -> Tensor:
     """Enqueue `sampling.sample` without waiting. Returns [3, S] float64: tokens, their
-    log-probabilities, and the best choice. The choice in a row is bit for bit independent of the
+    log-probabilities, and the best scores. The choice in a row is bit for bit independent of the
     other rows."""
     own = torch.as_tensor(logits)
     assert own.dtype == torch.float32
+    vocab = own.shape[1]
     columns = table.columns(history.rows, upload)
     if allowed is not None:
-        _restrict(upload, own, allowed)
+        places, masks = upload([allowed.places, allowed.masks().numpy()])
+        launch(
+            choice.keep_allowed,
+            (len(masks), -(-vocab // _TILE)),
+            (own, places, masks, masks.shape[1], vocab),
+            TILE=_TILE,
+        )
     for place in table.watermarked(history.rows):
         favour_green(own[place], watermark, history.previous(place))
     if len(columns.penalised_rows):
@@ -51,21 +57,19 @@ def begin(
     is_early = history.is_early
     biases = table.biases(history.rows, is_early)
     if len(biases.choices):
-        _add_biases(upload, own, biases)
+        given = upload([biases.choices, biases.token_ids, biases.values])
+        count = len(biases.values)
+        launch(
+            choice.add_biases,
+            (-(-count // _BIASES),),
+            (own, *given, count, vocab),
+            TILE=_BIASES,
+        )
     if is_early.any():
-        _forbid(upload, own, is_early.nonzero()[0], end_ids)
+        rows, token_ids = upload([is_early.nonzero()[0], end_ids])
+        launch(choice.forbid, (len(rows),), (own, rows, token_ids, len(end_ids), vocab), TILE=16)
     lens = upload([history.lens])[0] if len(columns.sampling_rows) else None
     return choose(own, columns, lens)
-
-
-def _restrict(upload: Upload, own: Tensor, allowed: Allowed) -> None:
-    places, masks = upload([allowed.places, allowed.masks().numpy()])
-    launch(
-        choice.keep_allowed,
-        (len(masks), -(-own.shape[1] // _TILE)),
-        (own, places, masks, masks.shape[1], own.shape[1]),
-        TILE=_TILE,
-    )
 
 
 def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: TokenHistory) -> None:
@@ -91,25 +95,6 @@ def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: To
         (len(rows), -(-vocab // _TILE)),
         (own, places, counts, columns.penalties, vocab),
         TILE=_TILE,
-    )
-
-
-def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
-    count = len(biases.values)
-    launch(
-        choice.add_biases,
-        (-(-count // _BIASES),),
-        (own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
-        TILE=_BIASES,
-    )
-
-
-def _forbid(upload: Upload, own: Tensor, rows: Ints, token_ids: Ints) -> None:
-    launch(
-        choice.forbid,
-        (len(rows),),
-        (own, *upload([rows, token_ids]), len(token_ids), own.shape[1]),
-        TILE=16,
     )
 
 

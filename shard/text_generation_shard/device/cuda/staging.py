@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,18 +31,26 @@ _BUFFER_BYTES = 32 * 2**20
 _STEPS_PER_THREAD = 4
 
 
-class Buffer(Protocol):
-    """Host memory that a device copies from. One thread at a time uses it."""
+class PinnedBuffer:
+    """Pinned host memory, which the GPU reads asynchronously. One thread at a time uses it."""
 
-    # [bytes] in uint8.
-    memory: Tensor
+    def __init__(self, nbytes: int, stream: torch.cuda.Stream) -> None:
+        """`stream`: the current stream of the loading thread."""
+        # [bytes] in uint8.
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._stream = stream
+        self._sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Wait until the last copy is complete and the memory may be written again."""
+        self._sent.synchronize()
 
     def send(self, staged: Tensor, target: Tensor) -> None:
         """Start copying `staged`, a part of the memory, to `target` on the device; same shape and
         dtype. Later device operations of the loading thread see the result."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(staged, non_blocking=True)
+            self._sent.record(self._stream)
 
 
 class StagedCopies(WeightCopies):
@@ -53,7 +61,7 @@ class StagedCopies(WeightCopies):
     """
 
     def __init__(
-        self, matrix_dtype: torch.dtype | None, buffers: Sequence[Buffer], num_threads: int
+        self, matrix_dtype: torch.dtype | None, buffers: Sequence[PinnedBuffer], num_threads: int
     ) -> None:
         """At least as many buffers as threads."""
         assert len(buffers) >= num_threads, "no thread waits for another one's buffer"
@@ -61,7 +69,7 @@ class StagedCopies(WeightCopies):
         self.nbytes = 0
         """Bytes read from the checkpoint."""
         self._buffer_bytes = min(len(buffer.memory) for buffer in buffers)
-        self._buffers: SimpleQueue[Buffer] = SimpleQueue()
+        self._buffers: SimpleQueue[PinnedBuffer] = SimpleQueue()
         for buffer in buffers:
             self._buffers.put(buffer)
         # Pending work of the loading thread: wait for a copy, or call an action.
@@ -131,26 +139,6 @@ def _pieces(target: Tensor, source: Tensor, most: int) -> Iterator[tuple[Tensor,
     else:
         for target_row, source_row in zip(target, source, strict=True):
             yield from _pieces(target_row, source_row, most)
-
-
-class PinnedBuffer:
-    """See `Buffer`. Pinned memory, which the GPU reads asynchronously."""
-
-    def __init__(self, nbytes: int, stream: torch.cuda.Stream) -> None:
-        """`stream`: the current stream of the loading thread."""
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._stream = stream
-        self._sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """See Buffer."""
-        self._sent.synchronize()
-
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        """See Buffer."""
-        with torch.cuda.stream(self._stream):
-            target.copy_(staged, non_blocking=True)
-            self._sent.record(self._stream)
 
 
 @contextmanager
