@@ -30,7 +30,7 @@ from text_generation_shard.grammars.grammar import (
 )
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling import Watermark
 from torch import Tensor
 
 # Standard deviation of the weights, the initialisation of large models.

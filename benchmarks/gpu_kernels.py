@@ -17,8 +17,7 @@ from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_process.sampling import Sampling
 from text_generation_shard.device.base import Activation
 from text_generation_shard.device.cuda import operators, sampler
-from text_generation_shard.sampling.sampler import TokenHistory, sample
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling import SamplingTable, TokenHistory, Watermark, sample
 from torch import Tensor
 
 

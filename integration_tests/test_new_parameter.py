@@ -28,7 +28,7 @@ ADDED = {
     )""",
     },
     PROTO: {"  float min_p = ": "  float largest_gap = 14;"},
-    f"{SHARD}/sampling/sampler.py": {
+    f"{SHARD}/sampling.py": {
         '    ranked = ranked.masked_fill(ranked < drawn["min_p"]': """
     gap = drawn["largest_gap"]
     ranked = ranked.masked_fill((gap > 0) & (ranked < -gap), nothing)"""
@@ -67,7 +67,7 @@ from pydantic import ValidationError as TypesError
 from router.tests.serving import write_tokenizer
 from router.tests.test_validation import LIMITS, NO_GRAMMARS
 from shard.tests.device.cuda.kernels import test_choice as cuda
-from shard.tests.sampling.test_sampler import choose
+from shard.tests.test_sampling import choose
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 from text_generation_router import SamplingParams
@@ -78,8 +78,8 @@ from text_generation_router.errors import ValidationError
 from text_generation_router.metrics import Metrics
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_router.validation import Validation
+from text_generation_shard import sampling
 from text_generation_shard.device.cpu import runner
-from text_generation_shard.sampling import sampler
 
 folder, gap = Path(sys.argv[1]), {"largest_gap": 1.5}
 write_tokenizer(folder)
@@ -113,7 +113,7 @@ assert received == Sampling(**gap)
 # … and acts on every device, as the min_p that it is the logarithm of.
 scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
 same, plain = Sampling(min_p=math.exp(-1.5)), Sampling(do_sample=True)
-for sample in (sampler.sample, runner.sample, cuda.own):
+for sample in (sampling.sample, runner.sample, cuda.own):
     kept, wanted, all_kept = (
         torch.as_tensor(choose(scores, [params] * 4, sample=sample).scores).isfinite()
         for params in (received, same, plain)

@@ -28,8 +28,7 @@ from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE, FIRST_WIT
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.device.forward import Angles, CacheShape
-from text_generation_shard.sampling.sampler import TokenHistory
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling import SamplingTable, TokenHistory, Watermark
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia

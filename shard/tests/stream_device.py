@@ -13,7 +13,7 @@ from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import DTYPES, Device
 from text_generation_shard.device.reference.runner import Forward
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, sample
+from text_generation_shard.sampling import Choice, Sampler, Scores, sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

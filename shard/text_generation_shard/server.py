@@ -29,7 +29,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
 from text_generation_shard.models.registry import load_model, read_config
 from text_generation_shard.parallel import Rendezvous, World
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling import Watermark
 from text_generation_shard.service import Fail, ShardService
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.grammars.grammar import GrammarCompiler
-from text_generation_shard.sampling.sampler import Choice, top_tokens
+from text_generation_shard.sampling import Choice, top_tokens
 from torch import Tensor
 
 from shard.tests.driver import (

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from text_generation_shard.arrays import NO_INTS, Ints, Tokens
 from text_generation_shard.device.forward import Attention, ForwardBatch, RowState
-from text_generation_shard.sampling.sampler import Allowed, Choice, Scores, TokenHistory
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling import (
+    Allowed,
+    Choice,
+    SamplingTable,
+    Scores,
+    TokenHistory,
+    Watermark,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.registry import LanguageModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling import Watermark
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from text_generation_shard.engine.plan import Plan, SampledPositions
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.sampler import Choice, top_tokens
+from text_generation_shard.sampling import Choice, top_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from text_generation_shard.device.base import ScheduledTokens, last_ones
 from text_generation_shard.engine.prompt_outputs import PromptPart
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.masks import StepGrammars
-from text_generation_shard.sampling.sampler import Choice
+from text_generation_shard.sampling import Choice
 
 
 class SampledPositions(NamedTuple):

@@ -13,7 +13,7 @@ from text_generation_shard.engine.prompt_outputs import PromptOutput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import Constraint
-from text_generation_shard.sampling.table import SamplingTable
+from text_generation_shard.sampling import SamplingTable
 
 
 class RowTable:

@@ -22,8 +22,7 @@ from text_generation_shard.engine.prompt_outputs import read_pass
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.errors import OwnError
 from text_generation_shard.models.registry import LanguageModel
-from text_generation_shard.sampling.sampler import Scores, TokenHistory
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling import Scores, TokenHistory, Watermark
 
 
 @dataclass(frozen=True, slots=True)

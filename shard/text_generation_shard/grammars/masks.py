@@ -24,7 +24,7 @@ from text_generation_shard.grammars.grammar import (
     GrammarError,
     sentence,
 )
-from text_generation_shard.sampling.sampler import Choice
+from text_generation_shard.sampling import Choice
 
 # Steps of a search for an ending during generation, which take about 20 us each.
 _NUM_STEPS = 150

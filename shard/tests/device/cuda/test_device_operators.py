@@ -22,7 +22,7 @@ from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling import Watermark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

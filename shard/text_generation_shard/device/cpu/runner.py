@@ -32,14 +32,15 @@ from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerW
 from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.matrices import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
-from text_generation_shard.sampling.sampler import (
+from text_generation_shard.sampling import (
     Allowed,
     Choice,
+    SamplingTable,
     Scores,
     TokenHistory,
+    Watermark,
     favour_green,
 )
-from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 _NO_MASKS = np.empty((0, 0), np.int32)
 

@@ -22,7 +22,7 @@ from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, TorchRunner, forward_batch
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores
+from text_generation_shard.sampling import Choice, Sampler, Scores
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,14 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device.cuda.kernels import choice, launch
-from text_generation_shard.sampling.sampler import (
+from text_generation_shard.sampling import (
     Allowed,
-    Scores,
-    TokenHistory,
-    favour_green,
-)
-from text_generation_shard.sampling.table import (
     SamplingColumns,
     SamplingTable,
+    Scores,
+    TokenHistory,
     Watermark,
+    favour_green,
 )
 
 # Scores and biases per program.

@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_shard.arrays import NO_INTS, Ints, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import ForwardBatch
-from text_generation_shard.sampling.sampler import Scores, sample
+from text_generation_shard.sampling import Scores, sample
 
 
 class Forward(Protocol):

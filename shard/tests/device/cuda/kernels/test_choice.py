@@ -13,13 +13,12 @@ from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.cuda import sampler as own_sampling
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.grammars.masks import GrammarMasks, StepGrammars
-from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory
-from text_generation_shard.sampling.sampler import sample as plain
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling import Choice, SamplingTable, Scores, TokenHistory, Watermark
+from text_generation_shard.sampling import sample as plain
 
 from shard.tests import interpreted
 from shard.tests.interpreted import PLACE
-from shard.tests.sampling.test_sampler import (
+from shard.tests.test_sampling import (
     CLOSE,
     choose,
     history_of,

@@ -9,7 +9,7 @@ from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import operators, sampler
-from text_generation_shard.sampling.table import SamplingTable
+from text_generation_shard.sampling import SamplingTable
 
 META = torch.device("meta")
 

@@ -15,7 +15,7 @@ from text_generation_shard.engine.planner import verified_tokens
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.sampler import Choice
+from text_generation_shard.sampling import Choice
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import (

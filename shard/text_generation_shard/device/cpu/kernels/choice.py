@@ -20,7 +20,7 @@ from text_generation_shard.device.cpu.kernels import (
 )
 from text_generation_shard.device.cpu.kernels.thread_pool import compute_all
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, INTERNAL, inlined
-from text_generation_shard.sampling.table import SAMPLING_ROW
+from text_generation_shard.sampling import SAMPLING_ROW
 
 BLOCK: Final = 128
 """Neighbouring scores that are processed together."""

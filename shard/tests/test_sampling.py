@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from text_generation_process.sampling import Sampling
+from text_generation_shard import sampling
 from text_generation_shard.device.cpu import runner as compiled_sampling
-from text_generation_shard.sampling import sampler as sampling
-from text_generation_shard.sampling.sampler import (
+from text_generation_shard.sampling import (
     Choice,
     Sampler,
+    SamplingTable,
     TokenHistory,
+    Watermark,
     top_tokens,
     uniform,
 )
-from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 VOCAB = 50
 CLOSE = {"abs": 1e-4, "rel": 1e-4}
