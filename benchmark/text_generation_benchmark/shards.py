@@ -102,12 +102,23 @@ class Bench:
         entries = [self._entry(shape, allocator) for _ in range(shape.batch_size)]
         try:
             started = time.perf_counter()
-            result = await self._shards.step(_plan(entries), entries[0].id)
+            running = {entry.id: entry for entry in entries}
+            prompts = dict.fromkeys(running, shape.sequence_length)
+            prefill = Plan(
+                admitted=entries, entries=running, chunks=prompts, asked=frozenset(running)
+            )
+            result = await self._shards.step(prefill, entries[0].id)
             prefill_s = time.perf_counter() - started
             steps: list[float] = []
             while result.batch is not None:
                 started = time.perf_counter()
-                result = await self._shards.step(_plan([]), result.batch.id)
+                decode = Plan(
+                    admitted=[],
+                    entries=running,
+                    chunks={},
+                    asked=frozenset(result.batch.request_ids),
+                )
+                result = await self._shards.step(decode, result.batch.id)
                 steps.append(time.perf_counter() - started)
         finally:
             await self._shards.clear_cache(None)
@@ -129,11 +140,6 @@ class Bench:
         entry.block_table = allocator.allocate(shape.sequence_length + shape.decode_length)
         self._next_id += 1
         return entry
-
-
-def _plan(entries: list[Entry]) -> Plan:
-    """A Prefill of these entries, or a Decode."""
-    return Plan(admitted=entries, entries={}, chunks={}, asked=frozenset())
 
 
 async def warm_up(
