@@ -33,7 +33,7 @@ from text_generation_router.errors import (
     StartingError,
     UnhealthyError,
 )
-from text_generation_router.logs import TRACE
+from text_generation_router.request_options import TRACE
 from text_generation_router.services import Services
 from text_generation_router.state import ServerState, State
 

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
-from text_generation_process.log import raise_file_limit
+from text_generation_process.log import LineFormatter, Output, raise_file_limit, send_to_output
 from text_generation_process.option import add_flags
 from text_generation_process.tracing import open_tracer
 
 from text_generation_router.app import create_app, create_closed
 from text_generation_router.config import VERSION, RouterConfig
-from text_generation_router.edge.front import Front
+from text_generation_router.edge.front import Front, request_fields
 from text_generation_router.edge.keys import Keys
-from text_generation_router.logs import configure_logs
 from text_generation_router.server import Certificate, Server, bind
 from text_generation_router.services import StartError, start
 from text_generation_router.state import LauncherLink, ServerState
@@ -78,6 +77,22 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("command", nargs="?", choices=["print-schema"], help="Print the OpenAPI.")
     add_flags(parser, RouterConfig)
     return parser
+
+
+def configure_logs(level: str, json_output: bool) -> Output:
+    """Sends every log line of this process to standard output; see `send_to_output`."""
+    formatter = LineFormatter(json_output, request_fields)
+    output = send_to_output(level, formatter, "text_generation_router")
+    # uvicorn logs its start at INFO and failures from WARNING on.
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_new)
+    return output
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    """False for uvicorn's line about a stream that was aborted: `EventStream` has logged why."""
+    return record.msg != "ASGI callable returned without completing response."
 
 
 def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:

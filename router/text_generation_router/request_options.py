@@ -11,7 +11,6 @@ from starlette.types import Scope
 
 from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.errors import DeadlineError, ValidationError
-from text_generation_router.logs import TRACE
 
 if TYPE_CHECKING:
     from text_generation_router.tracing.requests import RequestTrace
@@ -72,8 +71,10 @@ class RequestOptions:
 NO_OPTIONS = RequestOptions()
 
 
-# Keys of a scope: when the request arrived, in the time of the event loop, and its Caller.
+# Keys of a scope: when the request arrived, in the time of the event loop; its Caller; its
+# RequestTrace, if it has one.
 ARRIVAL, CALLER = "text_generation_router.arrival", "text_generation_router.caller"
+TRACE = "text_generation_router.trace"
 _OPTIONS = "text_generation_router.request_options"
 _TIMEOUT, _PRIORITY = b"x-request-timeout", b"x-priority"
 MOST_PRIORITY = 100

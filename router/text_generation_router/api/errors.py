@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from text_generation_router.api.answers import DONE, event, named_events
 from text_generation_router.api.body import BodyError, complaint_of, shape_error, short
 from text_generation_router.config import RouterConfig
+from text_generation_router.edge.front import current
 from text_generation_router.errors import (
     BadRequestError,
     ContextLengthError,
@@ -26,7 +27,6 @@ from text_generation_router.errors import (
     RouterError,
     ValidationError,
 )
-from text_generation_router.logs import current
 
 Json = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]

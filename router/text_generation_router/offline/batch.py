@@ -23,12 +23,12 @@ import orjson
 import uvloop
 from starlette.types import ASGIApp, Message
 from text_generation_process.json_file import without_line_ends
+from text_generation_process.log import LineFormatter, send_to_output
 from text_generation_process.option import add_flags
 
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 from text_generation_router.infer import gather_or_cancel
-from text_generation_router.logs import configure_logs
 from text_generation_router.offline.bulk import WINDOW, Tally, bar
 from text_generation_router.services import Services, StartError, start
 
@@ -298,7 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_flags(parser, RouterConfig)
     options = vars(parser.parse_args(arguments))
     source, target = options.pop("input"), options.pop("output")
-    configure_logs(options["logger_level"], options["json_output"])
+    formatter = LineFormatter(options["json_output"])
+    send_to_output(options["logger_level"], formatter, "text_generation_router")
     if not logger.isEnabledFor(logging.DEBUG):
         # It would log a line for each request; the result has the same information.
         logging.getLogger("text_generation_router.infer").setLevel(logging.CRITICAL)
