@@ -18,7 +18,7 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.edge.connection import ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
 from text_generation_router.server import Certificate, bind, server_config
-from text_generation_router.services import Services, assemble, load_template
+from text_generation_router.services import Services, assemble
 from text_generation_router.text.tokenizer import Tokenizer
 
 from router.tests.fake_shards import INFO, WARMUP, FakeShards
@@ -106,7 +106,8 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         max_total_tokens=config.max_total_tokens or WARMUP.max_total_tokens,
     )
     tokenizer = Tokenizer.load(directory)
-    workers = KeptTemplates.of(load_template(config))
+    path = config.tokenizer_config_path
+    workers = KeptTemplates.of(ChatTemplate.load(directory, None if path is None else Path(path)))
     return assemble(config, shards, tokenizer, info, warmup, workers)
 
 

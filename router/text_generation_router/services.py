@@ -70,6 +70,8 @@ class Services:
     # One thread: several would compete with the event loop for the interpreter.
     large_bodies: Executor
     long_answers: MemoryBudget
+    # `<number of shards>-<device>`, a header of every answer.
+    compute_type: str
     # Unix time.
     loaded_at: int
     # For /v1/embeddings.
@@ -81,11 +83,6 @@ class Services:
     stall_s: float
     # Of the request that they serve.
     options: RequestOptions = NO_OPTIONS
-
-    @property
-    def compute_type(self) -> str:
-        """`<number of shards>-<device>`, a header of every answer."""
-        return f"{self.info.world_size}-{self.info.device_type}"
 
 
 @asynccontextmanager
@@ -171,10 +168,6 @@ def assemble(
         max_concurrent_requests=config.max_concurrent_requests,
         max_queue_wait_s=config.max_queue_wait,
     )
-    template = workers.template
-    tool_source = None if template is None else template.tool_source
-    chat_format = detect_format(tool_source, config.chat_format)
-    special_ids = tokenizer.special_ids(chat_format.special_tokens)
     directory, name = Path(config.tokenizer_name), config.served_model_id
     with _start_errors():
         pooling = pooling_of(directory, config.pooling)
@@ -190,16 +183,27 @@ def assemble(
         metrics=metrics,
         batcher=batcher,
         infer=infer,
-        chat=ChatService(infer, workers, chat_format, special_ids),
+        chat=_chat(config, infer, workers, tokenizer),
         templates=workers,
         large_bodies=Executor("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         long_answers=MemoryBudget(_LONG_ANSWERS_BYTES),
+        compute_type=f"{info.world_size}-{info.device_type}",
         loaded_at=int(time.time()),
         pooling=pooling,
         reranker=reranker,
         state=state or ServerState(),
         stall_s=deadlines.of(config.max_batch_prefill_tokens) + STALL_ROOM_S,
     )
+
+
+def _chat(
+    config: RouterConfig, infer: Infer, workers: TemplateWorkers, tokenizer: Tokenizer
+) -> ChatService:
+    template = workers.template
+    tool_source = None if template is None else template.tool_source
+    chat_format = detect_format(tool_source, config.chat_format)
+    special_ids = tokenizer.special_ids(chat_format.special_tokens)
+    return ChatService(infer, workers, chat_format, special_ids)
 
 
 def _step_deadlines(
@@ -319,19 +323,14 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
 
 
 async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
-    """Loads the tokenizer, and starts the workers with the chat template. Raises StartError."""
+    """Loads the tokenizer, and starts the workers with the chat template, if the model has one.
+    Raises StartError."""
+    directory, path = Path(config.tokenizer_name), config.tokenizer_config_path
     with _start_errors():
-        path, num_workers = Path(config.tokenizer_name), config.validation_workers
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path, num_workers)
-    workers.begin(await asyncio.to_thread(load_template, config))
+        tokenizer = await asyncio.to_thread(Tokenizer.load, directory, config.validation_workers)
+        file = None if path is None else Path(path)
+        workers.begin(await asyncio.to_thread(ChatTemplate.load, directory, file))
     return tokenizer
-
-
-def load_template(config: RouterConfig) -> ChatTemplate | None:
-    """The model's chat template, None if it has none. Raises StartError."""
-    path = config.tokenizer_config_path
-    with _start_errors():
-        return ChatTemplate.load(Path(config.tokenizer_name), None if path is None else Path(path))
 
 
 @contextmanager
