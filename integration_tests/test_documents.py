@@ -1,11 +1,15 @@
 """The documents: no long line, no broken link, and commands and flags that exist."""
 
+import os
 import re
+import textwrap
 from collections.abc import Iterator
+from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
-from text_generation_process.flags import OPTIONS
+from text_generation_process.flags import OPTIONS, RouterFlags, ShardFlags
+from text_generation_process.option import Option, flags_of
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.keys import NEEDS_KEY
@@ -87,10 +91,37 @@ def test_every_client_is_listed_with_its_version() -> None:
     assert sorted(rows) == [(client, version_of(client)) for client in clients()]
 
 
-def test_the_flags_exist() -> None:
-    text = (ROOT / "docs" / "flags.md").read_text("utf-8")
+def default_of(option: Option) -> str:
+    """As a user writes it; empty: there is none, or the help tells it."""
+    fields = (field for flags in (RouterFlags, ShardFlags) for field in flags_of(flags))
+    defaults = [field.default for field, own in fields if own.name == option.name]
+    default = option.default or next(iter(defaults), None)
+    is_told = option.switch or "default" in option.help
+    return "" if is_told or default in (None, (), "", MISSING) else str(default)
+
+
+def entry_of(option: Option) -> str:
+    """What docs/flags.md says of a flag."""
+    names = ", ".join(f"`{name}`" for name in (option.flag, option.short) if name)
+    default = f" Default: {default}." if (default := default_of(option)) else ""
+    variable = "" if option.variable else " No environment variable."
+    text = f"{names}: {option.help}.{default}{variable}"
+    return textwrap.fill(
+        f"- {text}", 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def test_the_list_of_all_flags_is_made_from_the_table() -> None:
+    """UPDATE_FROZEN=1 writes it."""
+    path, heading = ROOT / "docs" / "flags.md", "\n## All flags\n"
+    text = path.read_text("utf-8")
+    entries = "\n".join(entry_of(option) for option in sorted(OPTIONS, key=lambda one: one.name))
+    made = f"{text.partition(heading)[0]}{heading}\n{entries}\n"
+    if os.environ.get("UPDATE_FROZEN") == "1":
+        path.write_text(made, "utf-8")
+        text = made
+    assert text == made
     named = set(re.findall(r"`--([a-z-]+)`", text))
-    assert len(named) > 40
     assert named - {option.name for option in OPTIONS} - {"help"} == set()
 
 
