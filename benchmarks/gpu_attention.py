@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 from gpu_timing import Bench, Figures, Model, error_of
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda.attention import TritonAttention, TritonPlan
 from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
-from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
 # The largest share of the free memory for a cache.

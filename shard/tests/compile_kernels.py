@@ -21,13 +21,12 @@ import torch
 import triton
 from text_generation_process.sampling import Sampling
 from text_generation_shard.arrays import plain_upload
-from text_generation_shard.device.base import Activation, DeviceOptions
+from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
 from text_generation_shard.device.cuda import attention, matrices, operators, sampler
 from text_generation_shard.device.cuda.attention import HeadShape
 from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE, FIRST_WITH_FLOAT8
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.sampler import begin
-from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.sampling import SamplingTable, TokenHistory, Watermark
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from text_generation_shard.device.forward import ForwardBatch, RowState
+from text_generation_shard.device.base import ForwardBatch, RowState
 from text_generation_shard.engine.engine import Engine
 from torch import Tensor
 

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from text_generation_shard.device.base import DeviceOptions, Model
+from text_generation_shard.device.base import DeviceOptions, ForwardBatch, Model
 from text_generation_shard.device.cuda.runner import Recorder, Stream, StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_upload
-from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import DTYPES, Device
 from text_generation_shard.device.reference.runner import Forward
 from text_generation_shard.sampling import Choice, Sampler, Scores, sample

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import TorchAttention
 
 BLOCK = 16

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Activation, DeviceOptions
-from text_generation_shard.device.forward import Angles, CacheShape
+from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
 from text_generation_shard.device.reference.device import Device
 from torch import Tensor
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.base import MemoryBudget, Model, ScheduledTokens
+from text_generation_shard.device.base import ForwardBatch, MemoryBudget, Model, ScheduledTokens
 from text_generation_shard.device.cuda import attention, operators
 from text_generation_shard.device.cuda.attention import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
-from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.warmup import LargestStep, largest_steps, warm_up

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from text_generation_proto import pb
-from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.device.base import ForwardBatch, ScheduledTokens
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.device.forward import Scoring
+from text_generation_shard.device.base import Scoring
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.hugging_face import attention, states
 from torch import Tensor

@@ -17,8 +17,7 @@ from text_generation_shard.checkpoint.files import (
     read_vocabulary,
 )
 from text_generation_shard.checkpoint.rope import RopeConfig, read_rope
-from text_generation_shard.device.base import Activation
-from text_generation_shard.device.decoder import DecoderSizes
+from text_generation_shard.device.base import Activation, DecoderSizes
 from text_generation_shard.errors import ModelError, UnsupportedError
 
 logger = logging.getLogger(__name__)

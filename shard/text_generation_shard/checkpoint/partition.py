@@ -8,7 +8,7 @@ padding are removed.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from text_generation_shard.device.decoder import DecoderSizes
+from text_generation_shard.device.base import DecoderSizes
 from text_generation_shard.device.reference.matrices import GROUP
 from text_generation_shard.errors import ModelError
 

@@ -12,7 +12,7 @@ from text_generation_process.defaults import ROPE_FACTOR
 from torch import Tensor
 
 from text_generation_shard.checkpoint.files import LARGEST_POSITION, Fields
-from text_generation_shard.device.forward import Angles, ForwardBatch
+from text_generation_shard.device.base import Angles, ForwardBatch
 from text_generation_shard.errors import ModelError, UnsupportedError
 
 logger = logging.getLogger(__name__)

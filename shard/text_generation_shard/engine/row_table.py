@@ -7,8 +7,7 @@ from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
 
 from text_generation_shard.arrays import NO_INTS, Flags, Ints, Tokens
-from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.device.forward import RowState
+from text_generation_shard.device.base import RowState, ScheduledTokens
 from text_generation_shard.engine.prompt_outputs import PromptOutput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.grammar import Grammar

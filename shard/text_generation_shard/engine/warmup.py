@@ -10,8 +10,7 @@ from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
 from text_generation_process.sampling import NUMBERS, Sampling
 from text_generation_proto import pb
 
-from text_generation_shard.device.base import MemoryBudget
-from text_generation_shard.device.forward import CacheShape
+from text_generation_shard.device.base import CacheShape, MemoryBudget
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY

@@ -7,13 +7,18 @@ from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.partition import Partition, Share, partition_of, whole
 from text_generation_shard.checkpoint.rope import RotaryEmbedding
 from text_generation_shard.checkpoint.weights import Parameters, Sections
-from text_generation_shard.device.base import ALL, Activation, EmbeddingTable, Matrix
-from text_generation_shard.device.decoder import DecoderWeights, LayerWeights, RankSizes
-from text_generation_shard.device.forward import (
+from text_generation_shard.device.base import (
+    ALL,
+    Activation,
     Attention,
     AttentionPlan,
     CacheShape,
+    DecoderWeights,
+    EmbeddingTable,
     ForwardBatch,
+    LayerWeights,
+    Matrix,
+    RankSizes,
 )
 from text_generation_shard.parallel import World
 

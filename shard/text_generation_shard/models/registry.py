@@ -13,7 +13,7 @@ from text_generation_shard.checkpoint.config import LlamaConfig, ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import base
-from text_generation_shard.device.forward import CacheShape
+from text_generation_shard.device.base import CacheShape
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import ModelError, UnsupportedError
 from text_generation_shard.models.llama import LlamaModel

@@ -12,11 +12,10 @@ import pytest
 import torch
 from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.base import CacheShape, DeviceOptions
 from text_generation_shard.device.cuda import attention, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import Stream
 from text_generation_shard.device.cuda.staging import pinned_upload
-from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import StepRunner

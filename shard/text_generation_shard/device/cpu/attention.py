@@ -10,12 +10,12 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device import base
+from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.layers import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.thread_pool import compute
 from text_generation_shard.device.cpu.kernels.vector import marker, tensor_address
-from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Tokens whose pages are written when the cache is allocated, for the timed warm-up passes: reads of
 # unwritten pages would hit the shared zero page, and be too fast.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
+from text_generation_shard.device.base import Attention, Scoring
 from text_generation_shard.device.cpu import host, kernels
 from text_generation_shard.device.cpu.attention import PackedAttention, unwritten_zeros
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
@@ -25,7 +26,6 @@ from text_generation_shard.device.cpu.matrices import (
     PackedWeight,
 )
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
-from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.device import DTYPES, Device
 from text_generation_shard.device.reference.matrices import GatedMatrix
 from text_generation_shard.errors import ModelError

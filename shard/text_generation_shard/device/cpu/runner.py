@@ -14,6 +14,13 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Floats, Ints, Upload
 from text_generation_shard.device import base
+from text_generation_shard.device.base import (
+    Angles,
+    Decoder,
+    DecoderWeights,
+    ForwardBatch,
+    LayerWeights,
+)
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.kernels import layers
@@ -28,8 +35,6 @@ from text_generation_shard.device.cpu.kernels.vector import (
     weights_marker,
 )
 from text_generation_shard.device.cpu.matrices import PackedWeight
-from text_generation_shard.device.decoder import Decoder, DecoderWeights, LayerWeights
-from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.matrices import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.sampling import (

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from text_generation_shard.arrays import Upload, plain_upload
+from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda.kernels import attention as kernels
 from text_generation_shard.device.cuda.kernels import launch
-from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Most splits in one launch over all rows; bounds the memory of the partial results.
 _MOST_SPLITS = 1 << 14

@@ -16,13 +16,13 @@ from torch._C import _distributed_c10d
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device import base
+from text_generation_shard.device.base import Attention, Scoring
 from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention, suits_flash
 from text_generation_shard.device.cuda.kernels import launch, layers
 from text_generation_shard.device.cuda.matrices import FORMS, OneTileMatrix
 from text_generation_shard.device.cuda.runner import CudaStream, Stream, StreamRunner
 from text_generation_shard.device.cuda.staging import pinned_copies, pinned_upload
-from text_generation_shard.device.forward import Attention, Scoring
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.device.reference.matrices import FloatMatrix
 from text_generation_shard.device.reference.runner import EagerForward

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.device.base import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, TorchRunner, forward_batch
 from text_generation_shard.sampling import Choice, Sampler, Scores
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.device.forward import (
+from text_generation_shard.device.base import (
     Angles,
     AttentionPlan,
     CacheShape,

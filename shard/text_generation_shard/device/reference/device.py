@@ -9,7 +9,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
-from text_generation_shard.device.forward import Attention, Scoring
+from text_generation_shard.device.base import Attention, Scoring
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.matrices import (
     FloatMatrix,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import NO_INTS, Ints, Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.device.base import ForwardBatch
 from text_generation_shard.sampling import Scores, sample
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from text_generation_shard.device.forward import (
+from text_generation_shard.device.base import (
     Angles,
     Attention,
     AttentionPlan,

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from text_generation_shard.device.forward import (
+from text_generation_shard.device.base import (
     Attention,
     CacheShape,
     ForwardBatch,

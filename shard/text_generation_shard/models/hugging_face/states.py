@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from text_generation_shard.device.forward import ForwardBatch, RowState
+from text_generation_shard.device.base import ForwardBatch, RowState
 
 
 class Key(NamedTuple):

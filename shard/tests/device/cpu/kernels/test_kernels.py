@@ -10,6 +10,7 @@ from numba import njit, types
 from numba.core.errors import TypingError
 from text_generation_shard.arrays import Ints
 from text_generation_shard.checkpoint.rope import RopeConfig, RotaryEmbedding
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, pointwise, tile
@@ -22,7 +23,6 @@ from text_generation_shard.device.cpu.matrices import (
     PackedInt8Matrix,
     PackedWeight,
 )
-from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import TorchRotation
 from torch import Tensor
 

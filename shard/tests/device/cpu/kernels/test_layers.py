@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from text_generation_proto import pb
+from text_generation_shard.device.base import ForwardBatch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.device.cpu.runner import FusedDecoder
-from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.engine.engine import Engine
 from torch import Tensor

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import attention
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
-from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
 from integration_tests.marks import at_night

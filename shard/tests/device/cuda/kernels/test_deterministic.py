@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from text_generation_shard.device.base import CacheShape
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
-from text_generation_shard.device.forward import CacheShape
 from torch import Tensor
 
 from shard.tests import interpreted

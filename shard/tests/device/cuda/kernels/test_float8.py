@@ -3,12 +3,11 @@
 import pytest
 import torch
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.base import Angles, CacheShape, DeviceOptions
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from text_generation_shard.device.cuda.device import check_cache_dtype
 from text_generation_shard.device.cuda.kernels import attention as kernels
 from text_generation_shard.device.cuda.kernels import launch
-from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.errors import ModelError
 from torch import Tensor
 
