@@ -8,7 +8,7 @@ from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
-from text_generation_process.flags import OPTIONS, RouterFlags, ShardFlags
+from text_generation_process.flags import OPTIONS, RouterFlags, ShardConfig
 from text_generation_process.option import Option, flags_of
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
@@ -93,7 +93,7 @@ def test_every_client_is_listed_with_its_version() -> None:
 
 def default_of(option: Option) -> str:
     """As a user writes it; empty: there is none, or the help tells it."""
-    fields = (field for flags in (RouterFlags, ShardFlags) for field in flags_of(flags))
+    fields = (field for flags in (RouterFlags, ShardConfig) for field in flags_of(flags))
     defaults = [field.default for field, own in fields if own.name == option.name]
     default = option.default or next(iter(defaults), None)
     is_told = option.switch or "default" in option.help

@@ -9,8 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from text_generation_process import defaults
+from text_generation_process.flags import contradictions
 from text_generation_process.log import LEVELS, normalize_level
-from text_generation_process.option import Child, InvalidOptions, Mode, Values, contradictions
+from text_generation_process.option import Child, InvalidOptions, Mode, Values
 
 from text_generation_launcher import options
 from text_generation_launcher.process import Command

@@ -1,23 +1,26 @@
 """The flags of all processes: name, type, default, help, limits.
 
-A field of `ShardFlags` or `RouterFlags` is a flag of that process. The launcher has it, too, and
+A field of `ShardConfig` or `RouterFlags` is a flag of that process. The launcher has it, too, and
 passes it on, unless it is made by `own`. A flag that both have is written in both.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from text_generation_process import defaults
 from text_generation_process.option import (
     DOWNLOAD,
     HTTP,
+    LAUNCHERS,
+    OF_TGI,
     PORT,
-    WITH_ROUTER,
     Child,
     Choice,
-    Mode,
     Option,
+    check_flags,
     flag,
     flags_of,
     is_address,
@@ -25,13 +28,11 @@ from text_generation_process.option import (
     not_negative,
     number,
     path,
-    refused,
     sizes,
     true_or_false,
     whole,
-    without_effect,
 )
-from text_generation_process.tracing import collector
+from text_generation_process.tracing import collector, missing_packages
 
 # Prefix of the sockets of a shard that is started without a launcher.
 _UDS_PATH = f"/tmp/{defaults.SOCKET_NAME}"
@@ -92,8 +93,8 @@ own = partial(flag, modes=())
 
 
 @dataclass(frozen=True)
-class ShardFlags:
-    """The flags of one shard."""
+class ShardConfig:
+    """The settings of one shard. Raises ValueError, one sentence, if a value can not be used."""
 
     model_path: Path
     """Directory with config.json and *.safetensors; no flag, but the first argument."""
@@ -170,6 +171,24 @@ class ShardFlags:
     )
     otlp_endpoint: str | None = http(None, _OTLP_ENDPOINT, collector)
     otlp_service_name: str = http(_SHARD_SERVICE, _OTLP_SERVICE_NAME)
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+
+    @property
+    def starting_deadline_s(self) -> float:
+        """Seconds to wait for another rank until warm-up is over."""
+        return defaults.STARTING_DEADLINE_S if self.step_deadline is None else self.step_deadline
+
+    @property
+    def socket_path(self) -> str:
+        """Path of this shard's unix socket."""
+        return f"{self.uds_path}-{self.rank}"
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all shards, in rank order."""
+        return [f"unix://{self.uds_path}-{rank}" for rank in range(self.world_size)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,109 +348,46 @@ class RouterFlags:
     )
 
 
-_LAUNCHER = (
-    Option("model-id", "hub id or local directory; by default the embedded model"),
-    Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
-    Option(
-        "num-shard",
-        "processes that the model is split over; by default one for each GPU that "
-        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names, and one on a CPU",
-        whole(1),
-    ),
-    Option(
-        "sharded",
-        "true: split over all GPUs, which must be at least two; false: one shard, unless "
-        "--num-shard is given",
-        true_or_false,
-    ),
-    Option(
-        "master-addr",
-        f"address of this machine where the shards meet (default {defaults.MASTER_ADDR})",
-    ),
-    Option("master-port", "port of --master-addr; by default a free one", PORT),
-    Option(
-        "restart",
-        "replace shards and router that end, up to 5 times in 10 minutes; RESTART=false or "
-        "--no-restart: the server ends with them",
-        default="true",
-        switch=True,
-        modes=HTTP,
-    ),
-    Option(
-        "no-restart",
-        "end, with exit code 1, when a shard or the router ends",
-        switch=True,
-        has_environment=False,
-        modes=HTTP,
-    ),
-    Option(
-        "shard-uds-path",
-        "prefix of the shards' unix sockets, -<rank> is appended; by default they are in a new "
-        "folder that only this user can open, in XDG_RUNTIME_DIR or TMPDIR",
-    ),
-    Option("max-input-length", "the old name of --max-input-tokens", whole(1), modes=WITH_ROUTER),
-    # Google's Vertex AI sets it.
-    Option("aip-http-port", "port to listen on, overrides --port", PORT, modes=HTTP),
-    Option(
-        "input",
-        "file with the requests, in OpenAI's batch format",
-        has_environment=False,
-        modes=(Mode.BATCH,),
-    ),
-    Option(
-        "output",
-        "file for the results, one per line; an existing file is continued",
-        has_environment=False,
-        modes=(Mode.BATCH,),
-    ),
-    Option(
-        "end-with-stdin",
-        "stop when standard input ends, for example because the parent process is gone",
-        switch=True,
-        has_environment=False,
-        modes=(Mode.SHARDS,),
-    ),
-    Option("json-output", "log one JSON object per line", switch=True),
-    Option(
-        "env",
-        "print the runtime environment, then start",
-        switch=True,
-        has_environment=False,
-        short="-e",
-    ),
-)
-_OF_TGI = (
-    without_effect(
-        "disable-custom-kernels", "pytgi computes every model with its own kernels", switch=True
-    ),
-    without_effect(
-        "enable-prefill-logprobs",
-        "requests can always ask for the log-probabilities of their prompt (decoder_input_details)",
-        switch=True,
-    ),
-    without_effect(
-        "usage-stats",
-        "pytgi never sends usage statistics",
-        parse=Choice("on", "off", "no-stack"),
-        plain=("off",),
-    ),
-    refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
-    refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
-    refused("ngrok", "tunnels", "put a tunnel in front", switch=True),
-    refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),
-    refused("ngrok-edge", "tunnels", "put a tunnel in front"),
-)
+def contradictions(given: Callable[[str], Any]) -> Iterator[str]:
+    """The sentences about flags of the router that are wrong together. `given` returns the value of
+    a flag; None: it has none."""
+    limits = ("max-input-tokens", "max-total-tokens", "max-batch-total-tokens")
+    longest_input, longest, batch = (int(given(name) or 0) for name in limits)
+    if longest_input >= longest > 0:
+        yield (
+            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
+            "which counts the answer as well: lower the first or raise the second"
+        )
+    if longest > batch > 0:
+        yield (
+            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
+            "lower the first or raise the second"
+        )
+    if (port := given("port")) and port == given("prometheus-port"):
+        yield (
+            f"--prometheus-port and --port are both {port}: /metrics is on --port already, start "
+            "without --prometheus-port or choose another"
+        )
+    has_keys = given("api-key") or given("api-key-file") is not None
+    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
+        if given(name) is not None and not has_keys:
+            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
+    if (given("ssl-certfile") is None) != (given("ssl-keyfile") is None):
+        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
+    if (route := given("aip-predict-route")) and route == given("aip-health-route"):
+        yield "--aip-predict-route and --aip-health-route must be two paths"
+    yield from missing_packages(given("otlp-endpoint"))
 
 
 def _options() -> tuple[Option, ...]:
     """The launcher's flags, in the order of --help, with the children that get them."""
-    found = {option.name: option for option in _LAUNCHER}
-    for child, flags in ((Child.SHARD, ShardFlags), (Child.ROUTER, RouterFlags)):
+    found = {option.name: option for option in LAUNCHERS}
+    for child, flags in ((Child.SHARD, ShardConfig), (Child.ROUTER, RouterFlags)):
         for _, option in flags_of(flags):
             if option.modes != ():
                 known = found.get(option.name, option)
                 found[option.name] = replace(known, to=(*known.to, child))
-    return (*found.values(), *_OF_TGI)
+    return (*found.values(), *OF_TGI)
 
 
 OPTIONS = _options()

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from text_generation_process.tracing import missing_packages
+from text_generation_process import defaults
 
 Values = Mapping[str, str]
 """Option name to its value in canonical spelling; where the flag repeats, one value per line."""
@@ -261,32 +261,97 @@ class _Append(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
 
 
-def contradictions(given: Callable[[str], Any]) -> Iterator[str]:
-    """The sentences about flags of the router that are wrong together. `given` returns the value of
-    a flag; None: it has none."""
-    limits = ("max-input-tokens", "max-total-tokens", "max-batch-total-tokens")
-    longest_input, longest, batch = (int(given(name) or 0) for name in limits)
-    if longest_input >= longest > 0:
-        yield (
-            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
-            "which counts the answer as well: lower the first or raise the second"
-        )
-    if longest > batch > 0:
-        yield (
-            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
-            "lower the first or raise the second"
-        )
-    if (port := given("port")) and port == given("prometheus-port"):
-        yield (
-            f"--prometheus-port and --port are both {port}: /metrics is on --port already, start "
-            "without --prometheus-port or choose another"
-        )
-    has_keys = given("api-key") or given("api-key-file") is not None
-    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
-        if given(name) is not None and not has_keys:
-            yield f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
-    if (given("ssl-certfile") is None) != (given("ssl-keyfile") is None):
-        yield "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
-    if (route := given("aip-predict-route")) and route == given("aip-health-route"):
-        yield "--aip-predict-route and --aip-health-route must be two paths"
-    yield from missing_packages(given("otlp-endpoint"))
+LAUNCHERS = (
+    Option("model-id", "hub id or local directory; by default the embedded model"),
+    Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
+    Option(
+        "num-shard",
+        "processes that the model is split over; by default one for each GPU that "
+        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names, and one on a CPU",
+        whole(1),
+    ),
+    Option(
+        "sharded",
+        "true: split over all GPUs, which must be at least two; false: one shard, unless "
+        "--num-shard is given",
+        true_or_false,
+    ),
+    Option(
+        "master-addr",
+        f"address of this machine where the shards meet (default {defaults.MASTER_ADDR})",
+    ),
+    Option("master-port", "port of --master-addr; by default a free one", PORT),
+    Option(
+        "restart",
+        "replace shards and router that end, up to 5 times in 10 minutes; RESTART=false or "
+        "--no-restart: the server ends with them",
+        default="true",
+        switch=True,
+        modes=HTTP,
+    ),
+    Option(
+        "no-restart",
+        "end, with exit code 1, when a shard or the router ends",
+        switch=True,
+        has_environment=False,
+        modes=HTTP,
+    ),
+    Option(
+        "shard-uds-path",
+        "prefix of the shards' unix sockets, -<rank> is appended; by default they are in a new "
+        "folder that only this user can open, in XDG_RUNTIME_DIR or TMPDIR",
+    ),
+    Option("max-input-length", "the old name of --max-input-tokens", whole(1), modes=WITH_ROUTER),
+    # Google's Vertex AI sets it.
+    Option("aip-http-port", "port to listen on, overrides --port", PORT, modes=HTTP),
+    Option(
+        "input",
+        "file with the requests, in OpenAI's batch format",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "output",
+        "file for the results, one per line; an existing file is continued",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "end-with-stdin",
+        "stop when standard input ends, for example because the parent process is gone",
+        switch=True,
+        has_environment=False,
+        modes=(Mode.SHARDS,),
+    ),
+    Option("json-output", "log one JSON object per line", switch=True),
+    Option(
+        "env",
+        "print the runtime environment, then start",
+        switch=True,
+        has_environment=False,
+        short="-e",
+    ),
+)
+"""The launcher's own options."""
+OF_TGI = (
+    without_effect(
+        "disable-custom-kernels", "pytgi computes every model with its own kernels", switch=True
+    ),
+    without_effect(
+        "enable-prefill-logprobs",
+        "requests can always ask for the log-probabilities of their prompt (decoder_input_details)",
+        switch=True,
+    ),
+    without_effect(
+        "usage-stats",
+        "pytgi never sends usage statistics",
+        parse=Choice("on", "off", "no-stack"),
+        plain=("off",),
+    ),
+    refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
+    refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
+    refused("ngrok", "tunnels", "put a tunnel in front", switch=True),
+    refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),
+    refused("ngrok-edge", "tunnels", "put a tunnel in front"),
+)
+"""Options of TGI that change nothing here, or are refused."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from text_generation_process import defaults
-from text_generation_process.flags import RouterFlags
-from text_generation_process.option import check_flags, contradictions
+from text_generation_process.flags import RouterFlags, contradictions
+from text_generation_process.option import check_flags
 
 VERSION = version("pytgi")
 

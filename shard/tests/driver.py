@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from text_generation_process.flags import ShardConfig
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cpu.runner import sample

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from text_generation_shard.config import ShardConfig
+from text_generation_process.flags import ShardConfig
 from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.parallel import Rendezvous
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from text_generation_process.defaults import LOGGER_LEVEL
+from text_generation_process.flags import ShardConfig
 from text_generation_process.log import LineFormatter, Output, raise_file_limit, send_to_output
 from text_generation_process.option import add_flags
 
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import prepare_process
 from text_generation_shard.errors import OTHER_RANK_FAILED, RankError
 

@@ -10,12 +10,12 @@ from datetime import timedelta
 from typing import Final, Protocol, Self
 
 import torch
+from text_generation_process.flags import ShardConfig
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError, RankError
 
 JOIN_S: Final = 10.0

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 import uvloop
+from text_generation_process.flags import ShardConfig
 from text_generation_process.sockets import check_length, remove_stale
 from text_generation_process.tracing import SERVICE, missing_packages, open_tracer
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.reference.device import Device

@@ -8,9 +8,9 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from text_generation_process.flags import ShardConfig
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.warmup import warm_up
 from text_generation_shard.errors import BatchError, RankError

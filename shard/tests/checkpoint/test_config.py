@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from text_generation_process.flags import ShardConfig
 from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.files import read_vocabulary
 from text_generation_shard.checkpoint.weights import has_own_head
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError
 from text_generation_shard.server import load_engine as load
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from text_generation_process.flags import ShardConfig
 from text_generation_proto import pb
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.service import Batch, Begun, ShardService

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from text_generation_process.flags import ShardConfig
 from text_generation_proto import pb
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.planner import Costs
 from text_generation_shard.engine.step import StepRunner

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.config import ShardConfig
+from text_generation_process.flags import ShardConfig
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.hugging_face.products import check_plan
 from text_generation_shard.models.registry import load_model, read_config

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from text_generation_process.flags import ShardConfig
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import LlamaConfig, ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import base
 from text_generation_shard.device.base import CacheShape
 from text_generation_shard.device.reference.device import Device
