@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from text_generation_shard.device.cpu.kernels import processor
+from text_generation_shard.device.cpu import kernels
 
 ROOT = Path(__file__).parents[2]
 _WIDE = "+avx2,+fma,+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl"
@@ -32,7 +32,7 @@ class Processor(NamedTuple):
     def is_like_this_one(self) -> bool:
         """Whether its code runs on this machine."""
         wanted = {feature[1:] for feature in self.features.split(",")}
-        return self.triple == processor.target()[0] and processor.features() >= wanted
+        return self.triple == kernels.target()[0] and kernels.features() >= wanted
 
     def environment(self, cache: Path) -> Mapping[str, str]:
         """Environment of a process that compiles for it; cache: NUMBA_CACHE_DIR."""

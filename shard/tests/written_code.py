@@ -27,9 +27,10 @@ def main(triple: str, folder: str, dtype: str, names: Sequence[str]) -> None:
     binding.get_process_triple = lambda: triple
     import torch
     from numba.np.ufunc.parallel import _launch_threads
-    from text_generation_shard.device.cpu.kernels import compile, processor
+    from text_generation_shard.device.cpu import kernels
+    from text_generation_shard.device.cpu.kernels import compile
 
-    assert processor.target()[0] == triple
+    assert kernels.target()[0] == triple
     # From here on, functions called by parallel loops are declared.
     _launch_threads()
     count = 0

@@ -16,7 +16,6 @@ from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.host import num_cores
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
-from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.matrices import (
     Int4Matrix,
     Int8Matrix,
@@ -52,7 +51,7 @@ def open_device(options: base.DeviceOptions) -> Device:
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
     # With several ranks, each would decide by its own timing.
     may_choose = may_choose and options.world_size == 1
-    if may_choose and has_bfloat16_tiles():
+    if may_choose and kernels.has_bfloat16_tiles():
         ours, torchs = (_milliseconds(kind) for kind in (PackedWeight, OneDnnMatrix))
         logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
         if torchs < ours:

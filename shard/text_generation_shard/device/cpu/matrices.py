@@ -331,8 +331,10 @@ class PackedInt4Matrix(PackedWeight):
         parts = [quantize_groups(rows, dtype) for rows in parts_of(weight)]
         numbers, scales, zeros = zip(*parts, strict=True)
         small = torch.cat([rows.to(torch.int8) for rows in numbers])
-        all_of = small, torch.cat(scales), torch.cat(zeros)
-        self._keep(_blocks(*(interleaved(rows) if is_gated else rows for rows in all_of)), None)
+        scale, zero = torch.cat(scales), torch.cat(zeros)
+        if is_gated:
+            small, scale, zero = (interleaved(rows) for rows in (small, scale, zero))
+        self._keep(_blocks(small, scale, zero), None)
 
     def _multiply(self, product: Product) -> None:
         groups = self._num_inputs // GROUP

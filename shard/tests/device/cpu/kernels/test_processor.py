@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Activation, DeviceOptions
-from text_generation_shard.device.cpu import device
-from text_generation_shard.device.cpu.kernels import processor
+from text_generation_shard.device.cpu import device, kernels
 from text_generation_shard.device.cpu.matrices import OneDnnMatrix, PackedWeight
 
 from shard.tests.driver import open_cpu
@@ -68,9 +67,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
 
 
 def test_of_this_processor_it_is_known_what_torch_knows() -> None:
-    assert processor.is_x86() != processor.is_arm()
-    assert processor.are_vectors_wide() == torch.cpu._is_avx512_supported()
-    assert processor.has_bfloat16_products() == torch.cpu._is_avx512_bf16_supported()
+    assert kernels.is_x86() != kernels.is_arm()
+    assert kernels.are_vectors_wide() == torch.cpu._is_avx512_supported()
+    assert kernels.has_bfloat16_products() == torch.cpu._is_avx512_bf16_supported()
 
 
 @pytest.mark.nightly
@@ -118,7 +117,7 @@ def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
     ours: float, torchs: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {PackedWeight: ours, OneDnnMatrix: torchs}
-    monkeypatch.setattr(device, "has_bfloat16_tiles", lambda: True)
+    monkeypatch.setattr(kernels, "has_bfloat16_tiles", lambda: True)
     # One real measurement, with any result; torch's form needs at least AVX-512.
     runs_here = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     forms = times if runs_here else [PackedWeight]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numba
 from numba.core import config
 
-from text_generation_shard.device.cpu.kernels import processor
+from text_generation_shard.device.cpu.kernels import target
 from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ def filling(content: str) -> Iterator[bool]:
     """
     directory = Path(config.CACHE_DIR)
     # Like numba's index: code of another version or processor does not count.
-    target = hashlib.sha256("\0".join(processor.target()).encode()).hexdigest()[:8]
-    machine = f"{sys.implementation.cache_tag}-{target}"
+    key = hashlib.sha256("\0".join(target()).encode()).hexdigest()[:8]
+    machine = f"{sys.implementation.cache_tag}-{key}"
     filled = directory / f"filled-{numba.__version__}-{machine}-{content}"
     if filled.exists():
         yield False

@@ -295,9 +295,9 @@ def draw(weights: Any, sums: Any, number: float) -> Any:
     total weight."""
     total = _total(sums)
     target = number * total
-    block, before = _first_beyond(sums, 0, len(sums), 0.0, target)
+    block, before = _first_beyond(sums, 0, len(sums), 0.0, target, False)
     start = block * BLOCK
-    index, _ = _first_beyond(weights, start, start + BLOCK, before, target)
+    index, _ = _first_beyond(weights, start, start + BLOCK, before, target, False)
     return index, total
 
 
@@ -310,16 +310,18 @@ def _total(sums: Any) -> float:
 
 
 @njit(**INTERNAL)
-def _first_beyond(weights: Any, first: int, end: int, before: float, target: float) -> Any:
-    """The first index at which the running sum, starting from `before`, exceeds the target, and the
-    sum before that index. If rounding puts the target beyond the total, the last index with a
-    weight."""
+def _first_beyond(
+    weights: Any, first: int, end: int, before: float, target: float, may_equal: bool
+) -> Any:
+    """The first index at which the running sum, starting from `before`, exceeds the target (or
+    equals it, if it may), and the sum before that index. If rounding puts the target beyond the
+    total, the last index with a weight."""
     found, start = first, before
     for index in range(first, end):
         if weights[index] > 0:
             found, start = index, before
             before += weights[index]
-            if before > target:
+            if before > target or (may_equal and before == target):
                 break
     return found, start
 
@@ -377,7 +379,7 @@ def _reached_at(keys: Any, weights: Any, target: float) -> Any:
             sums[index] = 0.0
         for index in range(count):
             sums[_bin(keys[indices[index]], high, scale)] += weights[indices[index]]
-        limit, before = _first_reaching(sums, before, target)
+        limit, before = _first_beyond(sums, 0, len(sums), before, target, True)
         kept = 0
         for index in range(count):
             if _bin(keys[indices[index]], high, scale) == limit:
@@ -407,20 +409,6 @@ def _candidates(keys: Any, weights: Any, lowest: float, indices: Any) -> Any:
             count += 1
             total += weights[index]
     return count, total
-
-
-@njit(**INTERNAL)
-def _first_reaching(sums: Any, before: float, target: float) -> Any:
-    """The first bin at which the running sum, starting from `before`, reaches the target, and the
-    sum before that bin. If no bin reaches it, the last non-empty bin."""
-    found, start = 0, before
-    for index in range(len(sums)):
-        if sums[index] > 0:
-            found, start = index, before
-            before += sums[index]
-            if before >= target:
-                break
-    return found, start
 
 
 @njit(**INTERNAL)

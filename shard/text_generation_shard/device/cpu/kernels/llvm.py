@@ -29,7 +29,7 @@ from numba.extending import (
     typeof_impl,
 )
 
-from text_generation_shard.device.cpu.kernels import processor
+from text_generation_shard.device.cpu.kernels import is_arm, is_x86
 
 LANES: Final = 16
 """Outputs, tokens or features of a vector."""
@@ -420,9 +420,9 @@ def fence(builder: Any, kinds: Any) -> None:
 @instruction(types.void)
 def pause(builder: Any, kinds: Any) -> None:
     """A hint to the processor that this is a spin loop."""
-    if processor.is_x86():
+    if is_x86():
         call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType())
-    elif processor.is_arm():
+    elif is_arm():
         # As long as an x86 pause; ARM's yield hint does nothing.
         call_llvm(builder, "llvm.aarch64.isb", ir.VoidType(), INT32(15))
 

@@ -19,9 +19,10 @@ from text_generation_shard.device.cpu.kernels import (
     Address,
     Count,
     Flag,
+    are_vectors_wide,
     bfloat12,
+    has_byte_tables,
     llvm,
-    processor,
     struct_type,
     vector,
 )
@@ -36,8 +37,8 @@ from text_generation_shard.device.cpu.kernels.vector import (
 
 # A tile keeps its sums in registers: 8 x 3 of the 32 of AVX-512. Narrower vectors need two
 # registers each, and there are fewer.
-TILE_ROWS: Final = 8 if processor.are_vectors_wide() else 4
-TILE_COLUMNS: Final = 3 if processor.are_vectors_wide() else 1
+TILE_ROWS: Final = 8 if are_vectors_wide() else 4
+TILE_COLUMNS: Final = 3 if are_vectors_wide() else 1
 # Rows whose inputs stay in the second-level cache during a pass over the weights; whole tiles.
 ROWS_AT_ONCE: Final = 240
 # Vectors of sums per row of a tile: gates and ups.
@@ -64,7 +65,7 @@ def _magnitudes() -> list[list[llvm.Table]]:
 _WIDE_FLOATS: Final = llvm.Vector(types.float32, VECTOR_BYTES)
 _WIDE_INTS: Final = llvm.Vector(types.int32, VECTOR_BYTES)
 _SIGN: Final = -128
-_HAS_BYTE_TABLES: Final = processor.has_byte_tables()
+_HAS_BYTE_TABLES: Final = has_byte_tables()
 
 
 def _unpack_vector(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:

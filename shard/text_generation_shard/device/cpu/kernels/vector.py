@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, llvm, processor
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, has_bfloat16_products, llvm
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
 from text_generation_shard.device.cpu.kernels.llvm import (
     FLOATS,
@@ -308,7 +308,7 @@ def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) 
 @llvm.instruction(SHORTS)
 def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
     """Round 16 float32 to bfloat16 bits (to nearest, ties to even); NaN is not supported."""
-    if processor.has_bfloat16_products():
+    if has_bfloat16_products():
         code = ir.VectorType(_BFloat(), LANES)
         rounded = llvm.call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
         return builder.bitcast(rounded, SHORTS.code)
@@ -318,7 +318,7 @@ def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
 
 def _add_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Add the products of pairs of bfloat16 to the total, lane by lane."""
-    if processor.has_bfloat16_products():
+    if has_bfloat16_products():
         code = ir.VectorType(_BFloat(), 2 * LANES)
         pairs = builder.bitcast(left, code), builder.bitcast(right, code)
         return llvm.call_llvm(
