@@ -177,7 +177,7 @@ class TritonAttention:
         upload: Upload | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """capability: see `decode_tile`. takes_flash: compute prompts by `attend_gathered`, unless
+        """capability: see `decode_tile`. takes_flash: compute prompts by `_attend_gathered`, unless
         `is_deterministic` (see Attention)."""
         self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
@@ -248,7 +248,7 @@ class TritonAttention:
     ) -> Tensor:
         """Prompt tokens [T, …] → [T, num_heads * head_dim]."""
         if self._takes_flash and rows.num_keys <= MOST_TOKENS:
-            return attend_gathered(self._shape, heads, keys, values, window, rows)
+            return self._attend_gathered(heads, keys, values, window, rows)
         out = heads.new_empty(len(heads), self._shape.num_heads * self._shape.head_dim)
         tile, width = self._prefill_tile, rows.tables.shape[1]
         given = heads, keys, values, rows.tables, rows.starts, rows.lens, out, width
@@ -264,6 +264,46 @@ class TritonAttention:
             **self._constants,
         )
         return out
+
+    def _attend_gathered(
+        self, heads: Tensor, keys: Tensor, values: Tensor, window: int, rows: Prompts
+    ) -> Tensor:
+        """`_attend` by torch's FlashAttention."""
+        shape = self._shape
+        gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
+        width = shape.num_kv_heads * shape.head_dim
+        part = min(_PART, triton.next_power_of_2(width))
+        launch(
+            kernels.gather,
+            (len(rows.lens), -(-rows.longest_context // _TILE), -(-width // part)),
+            (
+                keys,
+                values,
+                rows.tables,
+                rows.lens,
+                rows.key_starts,
+                *gathered,
+                rows.tables.shape[1],
+            ),
+            WIDTH=width,
+            PART=part,
+            TILE=_TILE,
+        )
+        found = varlen_attn(
+            heads[:, : shape.num_heads],
+            gathered[0],
+            gathered[1],
+            rows.starts,
+            rows.key_starts,
+            rows.longest,
+            rows.longest_context,
+            scale=shape.scale,
+            # Visible tokens before the token itself; -1: all.
+            window_size=(window - 1, 0),
+            **_GROUPED,
+        )
+        assert isinstance(found, Tensor)
+        return found.flatten(1)
 
     def store(
         self, heads: Tensor, keys: Tensor, values: Tensor, is_rotated: bool, plan: TritonPlan
@@ -332,41 +372,3 @@ def suits_flash(shape: HeadShape, dtype: torch.dtype, capability: int) -> bool:
         and shape.head_dim <= 256
         and shape.head_dim % 8 == 0
     )
-
-
-def attend_gathered(
-    shape: HeadShape,
-    heads: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int,
-    rows: Prompts,
-) -> Tensor:
-    """See `kernels.attend_prompts`, which has the same arguments. Returns [T, num_heads *
-    head_dim]."""
-    gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
-    width = shape.num_kv_heads * shape.head_dim
-    part = min(_PART, triton.next_power_of_2(width))
-    launch(
-        kernels.gather,
-        (len(rows.lens), -(-rows.longest_context // _TILE), -(-width // part)),
-        (keys, values, rows.tables, rows.lens, rows.key_starts, *gathered, rows.tables.shape[1]),
-        WIDTH=width,
-        PART=part,
-        TILE=_TILE,
-    )
-    found = varlen_attn(
-        heads[:, : shape.num_heads],
-        gathered[0],
-        gathered[1],
-        rows.starts,
-        rows.key_starts,
-        rows.longest,
-        rows.longest_context,
-        scale=shape.scale,
-        # Visible tokens before the token itself; -1: all.
-        window_size=(window - 1, 0),
-        **_GROUPED,
-    )
-    assert isinstance(found, Tensor)
-    return found.flatten(1)

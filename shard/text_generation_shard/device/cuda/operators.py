@@ -173,13 +173,6 @@ class NcclCollectives:
         # Rank 0 serves the store as long as its rendezvous exists.
         self._rendezvous = rendezvous
 
-    @classmethod
-    def meet(cls, rendezvous: Rendezvous, device: torch.device) -> "NcclCollectives":
-        """Connect all ranks of a rendezvous; returns after a successful trial operation."""
-        found = cls(rendezvous, device)
-        try_out(found, rendezvous, str(device))
-        return found
-
     def wait_at_most(self, seconds: float) -> float:
         """See Collectives: the deadline of an NCCL group can not be changed."""
         return self._deadline_s
@@ -263,7 +256,9 @@ class CudaDevice(TritonDevice):
 
     def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """See Device; there are no slots."""
-        return NcclCollectives.meet(rendezvous, self.torch_device)
+        found = NcclCollectives(rendezvous, self.torch_device)
+        try_out(found, rendezvous, str(self.torch_device))
+        return found
 
     def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
         """See Device. A float matrix is loaded in its final dtype, so that the GPU never holds more

@@ -245,5 +245,5 @@ def test_attention_that_torch_does_not_have_is_ours(monkeypatch: pytest.MonkeyPa
         raise AssertionError("too much is gathered")
 
     monkeypatch.setattr(attention, "MOST_TOKENS", 100)
-    monkeypatch.setattr(attention, "attend_gathered", refuse)
+    monkeypatch.setattr(TritonAttention, "_attend_gathered", refuse)
     check(plain, torch.bfloat16, MIXED, takes_flash=True)
