@@ -68,11 +68,11 @@ REFUSED = [
     ),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     (
-        {"logit_bias": ((258, 1.0),)},
+        {"logit_bias": {258: 1.0}},
         "`logit_bias` must name token ids below 258, the size of the vocabulary. Given: 258",
     ),
     (
-        {"logit_bias": ((7, 101.0),)},
+        {"logit_bias": {7: 101.0}},
         "`logit_bias` must be >= -100.0 and <= 100.0. Given: 101.0 for 7",
     ),
     ({"inputs": ""}, "`inputs` cannot be empty"),
@@ -159,7 +159,7 @@ async def test_limits_are_inclusive(validation: Validation) -> None:
         stop=("a",) * 4,
         top_n_tokens=5,
         truncate=9,
-        logit_bias=((257, -100.0),),
+        logit_bias={257: -100.0},
     )
     assert len(request.input_ids) == 9
     assert request.max_new_tokens == 3

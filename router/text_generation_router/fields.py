@@ -2,7 +2,7 @@
 that are refused."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -205,7 +205,7 @@ def parameters_of(asked: Any, **more: Any) -> GenerateParameters:
     return GenerateParameters.of(
         inputs="",
         **drawing(asked),
-        logit_bias=biases_of(asked.logit_bias),
+        logit_bias=asked.logit_bias,
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         seed=None if asked.seed is None else asked.seed % 2**64,
         keeps_stop_sequence=False,
@@ -218,8 +218,3 @@ def parameters_of(asked: Any, **more: Any) -> GenerateParameters:
         most_top_n_tokens=MOST_TOP_LOGPROBS,
         **more,
     )
-
-
-def biases_of(given: Mapping[Any, float] | None) -> tuple[tuple[int, float], ...] | None:
-    """The field `logit_bias` of `Sampling`."""
-    return None if given is None else tuple((int(key), bias) for key, bias in given.items())

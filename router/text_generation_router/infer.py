@@ -16,11 +16,11 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from text_generation_router.callers import Permits
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
     KeyLimitError,
+    OverloadedError,
     QueueWaitError,
     RouterError,
 )
@@ -28,6 +28,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request import Ending, GenerateResult, PromptResult, sequences_of
 from text_generation_router.request_options import NO_OPTIONS, Deadline, RequestOptions
 from text_generation_router.scheduler.batcher import Batcher
+from text_generation_router.scheduler.costs import EndingRate
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import (
     GenerateParameters,
@@ -46,6 +47,34 @@ MOST_HELD_S = 15.0
 MOST_PROMPTS = 2048
 # From admission to the first token.
 _PREFILL_S = 1.0
+
+
+class Permits:
+    """Owns the permits and the rate at which they are returned."""
+
+    def __init__(self, num: int) -> None:
+        self._num = self.num_free = num
+        self._rate = EndingRate()
+
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError if `num` permits do not exist."""
+        if num > self._num:
+            raise OverloadedError(self._rate.retry_after_s(time.perf_counter(), num))
+
+    @contextmanager
+    def taken(self, num: int) -> Iterator[None]:
+        """Takes all of `num` permits, or none. Raises OverloadedError with a `retry-after`."""
+        now = time.perf_counter()
+        if self.num_free < num:
+            raise OverloadedError(self._rate.retry_after_s(now, num - self.num_free))
+        if self.num_free == self._num:
+            self._rate.begin(now)
+        self.num_free -= num
+        try:
+            yield
+        finally:
+            self.num_free += num
+            self._rate.end(time.perf_counter(), num)
 
 
 class Infer:

@@ -72,9 +72,12 @@ class GenerateParameters:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """From values by name; those of `Sampling` that are None are not given."""
+        """From values by name; those of `Sampling` that are None are not given. `logit_bias`: by
+        token id, which may be a text."""
         own = {name: values.pop(name) for name in SAMPLING if name in values}
         given = {name: value for name, value in own.items() if value is not None}
+        if (biases := given.get("logit_bias")) is not None:
+            given["logit_bias"] = tuple((int(key), bias) for key, bias in biases.items())
         return cls(sampling=given, **values)
 
     @property

@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from text_generation_router.callers import ANYBODY, KeyLimits
 from text_generation_router.edge.keys import MAX_FILE_BYTES, REREAD_EVERY_S, KeyFileError, Keys
+from text_generation_router.request_options import ANYBODY, KeyLimits
 
 NO_LIMITS = KeyLimits()
 LATER = REREAD_EVERY_S

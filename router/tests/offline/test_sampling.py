@@ -44,7 +44,7 @@ def test_everything_arrives():
         max_new_tokens=None,
         min_new_tokens=3,
         num_unstopped_tokens=3,
-        logit_bias=((7, -100.0),),
+        logit_bias={7: -100.0},
         includes_stop=True,
         keeps_stop_sequence=False,
         ignore_eos_token=True,

@@ -14,9 +14,8 @@ from fastapi import Depends, HTTPException, Request, Response, Security
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from text_generation_router.callers import ANYBODY, Allowance, Caller, KeyLimits
 from text_generation_router.config import RouterConfig
-from text_generation_router.request_options import CALLER
+from text_generation_router.request_options import ANYBODY, CALLER, Allowance, Caller, KeyLimits
 
 _NO_KEY = (
     "The API key is missing or wrong; send one that the server was started with as "

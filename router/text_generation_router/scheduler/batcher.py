@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from text_generation_router.callers import EndingRate
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -29,7 +28,7 @@ from text_generation_router.errors import (
 )
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
-from text_generation_router.scheduler.costs import SchedulerLimits
+from text_generation_router.scheduler.costs import EndingRate, SchedulerLimits
 from text_generation_router.scheduler.entry import Answer, Entry, EntryState
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.step import (
@@ -173,7 +172,8 @@ class Batcher:
 
     def cancel(self, entry: Entry, error: RouterError | None = None) -> None:
         """Ends an entry whose client has left, or with an error; does nothing if it has ended."""
-        self._end(entry, error or IncompleteGenerationError())
+        if entry.state is not EntryState.ENDED:
+            self._end(entry, error or IncompleteGenerationError())
 
     def queue_retry_s(self) -> int:
         """In how many whole seconds the present queue will be admitted, at the last rate."""

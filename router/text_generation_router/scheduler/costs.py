@@ -1,7 +1,8 @@
 """The limits of steps and what they cost, and what follows from it: how many prompt tokens a step
-computes beside decoding rows, and how long it may take."""
+computes beside decoding rows, how long it may take, and when it is worth coming again."""
 
 import math
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from text_generation_process.defaults import (
@@ -23,6 +24,9 @@ UNMEASURED_S = 300.0
 # Ranks notice a missing rank first: they know which one it is.
 BEHIND_RANKS_S = 1.0
 _MOST_CHANGE = 2.0  # by one step: what makes it later than that is no cost of its tokens
+# Only the last endings count, and only within the window.
+MAX_ENDINGS = 64
+WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +215,38 @@ class ChunkedPrefill:
         bits = num_decoding.bit_length()
         nearest = min(self._step_ns, key=lambda known: abs(known - bits), default=0)
         return self._step_ns.get(nearest, 0.0)
+
+
+class EndingRate:
+    """How fast requests end: the source of `retry-after`. Owns the times of the last endings, in
+    seconds of one monotonic clock.
+
+    It measures from the first request to an idle server: the rate of endings under low load says
+    nothing about high load.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._times: deque[float] = deque(maxlen=MAX_ENDINGS)
+
+    def begin(self, now: float) -> None:
+        """The first request has come to an idle server."""
+        self._since = now
+        self._times.clear()
+
+    def end(self, now: float, num: int) -> None:
+        """`num` requests have ended."""
+        self._times.extend([now] * min(num, MAX_ENDINGS))
+
+    def retry_after_s(self, now: float, num: int) -> int:
+        """In how many whole seconds, 1 to 60, `num` requests will have ended.
+
+        Before the first ending: the time since `begin`, for each.
+        """
+        while self._times and self._times[0] < now - WINDOW_S:
+            self._times.popleft()
+        start = max(self._since, now - WINDOW_S)
+        if len(self._times) == MAX_ENDINGS:
+            start = self._times[0]
+        seconds = num * (now - start) / max(1, len(self._times))
+        return max(1, math.ceil(min(seconds, WINDOW_S)))

@@ -42,7 +42,7 @@ def test_every_field_is_a_parameter_of_the_same_value() -> None:
         inputs="x",
         **given,
         stop=("a", ""),
-        logit_bias=((42, -100.0), (7, 0.5)),
+        logit_bias={42: -100.0, 7: 0.5},
         grammar=Grammar("regex", "a"),
     )
 
