@@ -30,7 +30,6 @@ from text_generation_router.fields import (
     LogitBias,
     Uint32,
     Uint64,
-    biases_of,
     optional,
     with_numbers_of_tgi,
 )
@@ -115,7 +114,6 @@ class GenerateRequest(Body):
             given["return_full_text"] = return_full_text
         given["stop"] = tuple(self.parameters.stop)
         given["grammar"] = grammar_of(self.parameters.grammar)
-        given["logit_bias"] = biases_of(self.parameters.logit_bias)
         return GenerateParameters.of(inputs=self.inputs, **given)
 
 
