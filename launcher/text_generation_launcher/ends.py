@@ -149,11 +149,6 @@ class Part:
     """When it is started; None: it has been started."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether one of its processes has ended."""
-        return not all(child.is_alive for child in self.children)
-
-    @property
     def name(self) -> str:
         """With its verb: `shard 0 is`."""
         return "all shards are" if len(self.children) > 1 else f"{self.children[0].name} is"
@@ -210,7 +205,7 @@ class Restarts:
         they are not replaced, or after too many restarts."""
         if not (self._may_restart and self.has_served):
             raise died
-        ended = [part for part in self._parts if part.has_ended]
+        ended = [part for part in self._parts if not all(child.is_alive for child in part.children)]
         delays = [part.delay_after_end(now) for part in ended]
         window = f"{WINDOW_S / 60:g} minutes"
         if None in delays:

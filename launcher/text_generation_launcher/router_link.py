@@ -51,11 +51,6 @@ class RouterLink:
         """The end that the router inherits."""
         return self._theirs.fileno()
 
-    @property
-    def flag(self) -> str:
-        """The router's flag with this end."""
-        return f"--launcher-fd={self.router_fd}"
-
     def hand_over(self) -> None:
         """Closes the router's end here: from now on only the router has it."""
         self._theirs.close()

@@ -180,8 +180,10 @@ class Supervisor:
         command = self._config.router
         assert command is not None
         self._link = link = RouterLink()
-        argv = (*command.argv, link.flag, f"--num-restarts={num_restarts}")
-        router = self._start(replace(command, argv=argv, descriptors=(link.router_fd,)))
+        own = (f"--launcher-fd={link.router_fd}", f"--num-restarts={num_restarts}")
+        router = self._start(
+            replace(command, argv=command.argv + own, descriptors=(link.router_fd,))
+        )
         link.hand_over()
         yield router
 

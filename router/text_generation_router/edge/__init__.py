@@ -1,1 +1,1 @@
-"""What protects the server without a proxy: connections, bodies, admission of requests, TLS."""
+"""What protects the server without a proxy: connections, bodies, admission of requests, keys."""
