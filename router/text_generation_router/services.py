@@ -160,10 +160,9 @@ def assemble(
     watch = WatchedShards(shards, deadlines, connect, note_restart, trace)
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, config.resume_streams)
     grammars = GrammarCompiler(watch, not config.disable_grammar_support, tokenizer.added_ids())
-    validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(
         batcher,
-        validation,
+        Validation(limits, tokenizer, metrics, grammars),
         metrics,
         max_concurrent_requests=config.max_concurrent_requests,
         max_queue_wait_s=config.max_queue_wait,
