@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from text_generation_process.flags import ShardConfig
 from text_generation_shard.checkpoint.config import LlamaConfig
 from text_generation_shard.checkpoint.files import read_vocabulary
-from text_generation_shard.checkpoint.weights import has_own_head
+from text_generation_shard.checkpoint.weights import has_tied_head
 from text_generation_shard.errors import ModelError
 from text_generation_shard.server import load_engine as load
 
@@ -220,11 +220,11 @@ def test_ids_without_a_token_are_never_chosen(device: str, tmp_path: Path) -> No
 
 def test_a_copy_of_the_embeddings_is_no_own_head(checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint("llama3")
-    assert not has_own_head(path)
+    assert has_tied_head(path, is_tied=True)
     tensors = load_file(path / "model.safetensors")
     embeddings = tensors["model.embed_tokens.weight"]
     for head, is_own in ((embeddings.clone(), False), (embeddings.bfloat16(), True)):
         copy = path.parent / f"head-{is_own}"
         copy.mkdir(exist_ok=True)
         save_file(tensors | {"lm_head.weight": head}, copy / "model.safetensors")
-        assert has_own_head(copy) == is_own
+        assert has_tied_head(copy, is_tied=True) != is_own

@@ -271,23 +271,30 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def is_headless(directory: Path) -> bool:
-    """Whether the checkpoint has no head, like those of embedding models; ModelError if a file is
-    not readable."""
-    names = open_tensors(directory)
-    return "embed_tokens.weight" in names and "lm_head.weight" not in names
-
-
-def has_own_head(directory: Path) -> bool:
-    """Whether the checkpoint has a head that differs from its embeddings; ModelError if a file is
-    not readable."""
+def has_tied_head(directory: Path, is_tied: bool) -> bool:
+    """Whether the head of a checkpoint is its embeddings, if its configuration says `is_tied`;
+    ModelError if a file is not readable."""
     names = "lm_head.weight", "model.embed_tokens.weight"
     tensors = open_tensors(directory, names)
-    if not tensors.keys() >= {*names}:
-        return False
-    parts = (torch.split(tensors[name].read(), _COMPARED_ROWS) for name in names)
+    head, table = map(tensors.get, names)
+    if head is None and table is not None and not is_tied and table.name != names[1]:
+        logger.warning(
+            "the checkpoint has no lm_head.weight: it is an embedding model, and text that it "
+            "generates is meaningless"
+        )
+        return True
+    if head is None or table is None or not is_tied:
+        return is_tied
+    parts = (torch.split(one.read(), _COMPARED_ROWS) for one in (head, table))
     pairs = zip_longest(*parts, fillvalue=torch.empty(0))
-    return not all(torch.equal(own.float(), other.float()) for own, other in pairs)
+    is_copy = all(torch.equal(own.float(), other.float()) for own, other in pairs)
+    if not is_copy:
+        # As in transformers 5.
+        logger.warning(
+            "`tie_word_embeddings` is true, and lm_head.weight differs from the embeddings: it is "
+            "used; set `tie_word_embeddings` to false in config.json"
+        )
+    return is_copy
 
 
 def mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:

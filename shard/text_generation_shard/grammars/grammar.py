@@ -340,7 +340,10 @@ class GrammarCompiler:
         grammar = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._compile_tried, tried
         )
-        self._remember(text, grammar)
+        self._known[text] = grammar
+        self._known_bytes += len(text)
+        while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
+            self._known_bytes -= len(self._known.popitem(last=False)[0])
         return grammar
 
     async def _tried(self, text: str) -> Tried | None:
@@ -368,12 +371,6 @@ class GrammarCompiler:
             return compile_tried(self._load(), tried)
         except GrammarError as error:
             return Grammar(str(error))
-
-    def _remember(self, text: str, grammar: Grammar) -> None:
-        self._known[text] = grammar
-        self._known_bytes += len(text)
-        while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
-            self._known_bytes -= len(self._known.popitem(last=False)[0])
 
     def prepare(self) -> None:
         """Start to load the tokenizer in a thread, which is slow with large vocabularies. A failure

@@ -268,7 +268,7 @@ class LlamaModel:
         """ModelError if the model can not be split among the ranks."""
         self.config = config
         device, quantize = parameters.device, parameters.quantize
-        self._device, self._world = device, world
+        self._world = world
         self.partition = own = partition_of(
             config,
             world.rank,
@@ -296,20 +296,16 @@ class LlamaModel:
         # Recorded passes read all angles from one table.
         self.is_recordable = self.length_rule is None
         self.has_windows = any(config.layer_windows)
+        self.cache_shape = CacheShape(
+            num_layers=config.num_layers,
+            num_kv_heads=own.kv_heads.count,
+            head_dim=config.head_dim,
+            block_size=self.attention.block_size,
+            dtype=device.cache_dtype,
+        )
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         # The residual, its norm and the addend; beside them attention or feed-forward.
         self.widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """See LanguageModel."""
-        return CacheShape(
-            self.config.num_layers,
-            self.partition.kv_heads.count,
-            self.config.head_dim,
-            self.attention.block_size,
-            self._device.cache_dtype,
-        )
 
     def prepare_recording(self, longest: int) -> None:
         """See Model."""

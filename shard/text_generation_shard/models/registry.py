@@ -11,7 +11,7 @@ from text_generation_process.flags import ShardConfig
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import LlamaConfig, ModelConfig
-from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
+from text_generation_shard.checkpoint.weights import Parameters, has_tied_head
 from text_generation_shard.device import base
 from text_generation_shard.device.base import CacheShape
 from text_generation_shard.device.reference.device import Device
@@ -88,7 +88,9 @@ def load_model(
     try:
         if isinstance(config, LlamaConfig):
             parameters = Parameters(device, quantize)
-            native = LlamaModel(parameters, world, _with_head(config, directory))
+            is_tied = has_tied_head(directory, config.tie_word_embeddings)
+            config = replace(config, tie_word_embeddings=is_tied)
+            native = LlamaModel(parameters, world, config)
             parameters.load(directory)
             return native, parameters.nbytes
         from text_generation_shard.models.hugging_face.config import TransformersConfig
@@ -104,21 +106,3 @@ def load_model(
             "the weights do not fit into the memory of the GPU; use a smaller --dtype or "
             "--quantize, a smaller model or a larger GPU"
         ) from error
-
-
-def _with_head(config: LlamaConfig, directory: Path) -> LlamaConfig:
-    """The configuration with `tie_word_embeddings` as the weights need it."""
-    if not config.tie_word_embeddings and is_headless(directory):
-        logger.warning(
-            "the checkpoint has no lm_head.weight: it is an embedding model, and text that it "
-            "generates is meaningless"
-        )
-        return replace(config, tie_word_embeddings=True)
-    if config.tie_word_embeddings and has_own_head(directory):
-        # As in transformers 5.
-        logger.warning(
-            "`tie_word_embeddings` is true, and lm_head.weight differs from the embeddings: it is "
-            "used; set `tie_word_embeddings` to false in config.json"
-        )
-        return replace(config, tie_word_embeddings=False)
-    return config

@@ -31,7 +31,7 @@ from text_generation_shard.device.base import (
 )
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.errors import UnsupportedError
-from text_generation_shard.models.hugging_face.products import Product, plus
+from text_generation_shard.models.hugging_face.products import Product, is_close, plus
 
 # Arguments that change nothing here. Another one that is not None would mean an attention that is
 # not computed.
@@ -365,14 +365,7 @@ class UsualAttention:
         rotated = rotated * cos[0, :, None].float() + turned * sin[0, :, None].float()
         ours[:, : -self._counts[2], :num_rotated] = rotated.to(ours.dtype)
         result = self._module.o_proj(probe.result.flatten(2))
-        return _is_close(ours, theirs) and _is_close(result, out)
-
-
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
-        return False
-    limit = _STEPS * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
-    return bool((ours.float() - theirs.float()).abs().max() <= limit)
+        return is_close(ours, theirs, _STEPS) and is_close(result, out, _STEPS)
 
 
 @contextmanager

@@ -160,15 +160,11 @@ def _check(text: Any, whole: Any, name: str) -> None:
         raise UnsupportedError(
             f"{name} has layers of the kind {', '.join(sorted(kinds))}, which is not supported"
         )
-    ropes = set(_rope_types(getattr(text, "rope_parameters", None) or {}))
+    parameters = getattr(text, "rope_parameters", None) or {}
+    given = [item for item in (parameters, *parameters.values()) if isinstance(item, Mapping)]
+    ropes = {item["rope_type"] for item in given if "rope_type" in item}
     if found := ropes & {"dynamic", "longrope"}:
         raise UnsupportedError(
             f"{name} with rope of the type {', '.join(sorted(found))} is not supported: "
             "transformers rotates a token by the longest text of its batch"
         )
-
-
-def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    for item in (parameters, *parameters.values()):
-        if isinstance(item, Mapping) and "rope_type" in item:
-            yield item["rope_type"]

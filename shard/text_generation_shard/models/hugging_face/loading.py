@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -56,17 +56,6 @@ _VECTOR = 32
 _PROGRESS_S = 2.0
 
 
-class Loaded(NamedTuple):
-    """A loaded model."""
-
-    model: Any
-    nbytes: int
-    # A row's bits do not depend on the other rows: the device multiplies with every matrix, and
-    # what torch computes of the results is the same wherever a row is.
-    is_deterministic: bool
-    split: Split
-
-
 def load(
     directory: Path,
     config: TransformersConfig,
@@ -74,9 +63,9 @@ def load(
     quantize: str | None,
     attention_name: str,
     world: World,
-) -> Loaded:
-    """ModelError: the weights are missing, do not fit, can not be split, or are not those of the
-    configuration."""
+) -> tuple[Any, "Packing"]:
+    """The model, and what is known of it. ModelError: the weights are missing, do not fit, can not
+    be split, or are not those of the configuration."""
     open_tensors(directory)
     log: Any = transformers.utils.logging
     log.disable_progress_bar()
@@ -108,10 +97,7 @@ def load(
         logger.info("%d tensors are not used, %s among them", len(unexpected), unexpected[0])
     model.eval().requires_grad_(False).to(device.torch_device)
     packing.finish(model)
-    head = model.get_output_embeddings()
-    others = [module for module in model.modules() if module is not head]
-    is_deterministic = not any(map(_depends_on_rows, others))
-    return Loaded(model, packing.nbytes, is_deterministic, packing.split)
+    return model, packing
 
 
 def _depends_on_rows(module: nn.Module) -> bool:
@@ -131,6 +117,9 @@ class Packing(ConversionOps):
     def __init__(self, device: Device, quantize: str | None, split: Split) -> None:
         self._device, self._quantize, self.split = device, quantize, split
         self.nbytes = 0
+        self.is_deterministic = False
+        """A row's bits do not depend on the other rows: the device multiplies with every matrix,
+        and what torch computes of the results is the same wherever a row is."""
         self._packs_experts = True
         # By parent: weights that wait for their siblings.
         self._waiting: dict[str, dict[str, Tensor]] = {}
@@ -233,6 +222,9 @@ class Packing(ConversionOps):
                 setattr(model.get_submodule(parent), own, norm)
         kept = {part.data_ptr(): part for part in [*model.parameters(), *model.buffers()]}
         self.nbytes += sum(part.nbytes for part in kept.values())
+        head = model.get_output_embeddings()
+        others = [module for module in model.modules() if module is not head]
+        self.is_deterministic = not any(map(_depends_on_rows, others))
         counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
         logger.info("weights: %.1f MB, matrices: %s", self.nbytes / 1e6, counts)
 

@@ -81,10 +81,12 @@ class TransformersModel:
             f"{config.reason}; --rope-scaling and CUDA graphs are not supported with it"
         )
         self._interface = Interface()
-        loaded = load(directory, config, device, quantize, self._interface.name, world)
+        self._modules, packing = load(
+            directory, config, device, quantize, self._interface.name, world
+        )
         # What follows computes passes.
         world.meet()
-        self.nbytes, self._modules, self._split = loaded.nbytes, loaded.model, loaded.split
+        self.nbytes, self._split = packing.nbytes, packing.split
         # Stands for the base model while scores are computed.
         base = self._modules.base_model
         self._head = _Head(base)
@@ -94,7 +96,7 @@ class TransformersModel:
         self.layers, self._states, size = self._probed(device)
         self.config = replace(config, hidden_size=size)
         self.attention: Attention = self.layers
-        self.is_deterministic = loaded.is_deterministic
+        self.is_deterministic = packing.is_deterministic
         self.has_windows = any(call.window for call in self.layers.calls.values())
 
     def _probed(self, device: Device) -> tuple[LayeredAttention, RowStates, int]:

@@ -152,16 +152,23 @@ def norm_like(module: nn.Module, device: Device) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, len(weight), generator=generator).to(device.torch_device, device.dtype)
     try:
-        expected = module(hidden).float()
+        expected = module(hidden)
     except (ValueError, RuntimeError, IndexError):
         return None  # it takes another shape
-    limit = _NORM_STEPS * torch.finfo(device.dtype).eps * expected.abs().max()
     # Some architectures keep what is added to 1.
     for own in (weight.float(), weight.float() + 1.0):
         found = Norm(device, weight, own.contiguous(), eps)
-        if bool((found(hidden).float() - expected).abs().max() <= limit):
+        if is_close(found(hidden), expected, _NORM_STEPS):
             return found
     return None
+
+
+def is_close(ours: Tensor, theirs: Tensor, num_steps: int) -> bool:
+    """Whether no number differs by more than so many steps of the largest one's dtype."""
+    if ours.shape != theirs.shape:
+        return False
+    limit = num_steps * torch.finfo(ours.dtype).eps * theirs.abs().max().float()
+    return bool((ours.float() - theirs.float()).abs().max() <= limit)
 
 
 def packed(weight: Tensor) -> Tensor:
