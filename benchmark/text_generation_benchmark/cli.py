@@ -21,8 +21,8 @@ from typing import Any
 import uvloop
 from rich.console import Console
 from text_generation_process.sampling import Sampling
+from text_generation_router.client.ranks import ShardInfo
 from text_generation_router.client.shards import ShardedClient
-from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
 from text_generation_router.text.tokenizer import Tokenizer

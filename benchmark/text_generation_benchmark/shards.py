@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from text_generation_process.sampling import Sampling
+from text_generation_router.client.ranks import ShardInfo
 from text_generation_router.client.shards import ShardedClient
-from text_generation_router.client.translate import ShardInfo
 from text_generation_router.request import GenerateParameters, Request
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Answer, Entry

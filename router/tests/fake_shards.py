@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.client.ranks import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.entry import Entry

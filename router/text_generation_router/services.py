@@ -16,9 +16,9 @@ from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARM
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate, TemplateWorkers
+from text_generation_router.client.ranks import ShardInfo, WarmupResult
 from text_generation_router.client.recovery import Reconnection, WatchedShards
 from text_generation_router.client.shards import ShardedClient
-from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.executor import Executor, MemoryBudget

@@ -6,8 +6,8 @@ from dataclasses import replace
 import grpc
 import pytest
 from text_generation_proto import pb
-from text_generation_router.client.shards import failure, merge_infos, merge_steps
-from text_generation_router.client.translate import ShardInfo
+from text_generation_router.client.ranks import ShardInfo, failure, merge_infos
+from text_generation_router.client.shards import merge_steps
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.step import LostStepError, SilentShardError
 

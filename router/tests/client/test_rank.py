@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_generation_router.client.shards import Rank, ShardedClient, path_of
+from text_generation_router.client.ranks import path_of
+from text_generation_router.client.shards import Rank, ShardedClient
 from text_generation_router.errors import GenerationError
 
 NOBODY = 65534

@@ -16,7 +16,7 @@ from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.step import CachedBatch, GrammarResult, LostStepError, Plan
 
-from router.tests.client.test_translate import make_entry
+from router.tests.client.test_messages_of_steps import make_entry
 from router.tests.scheduling import make_decode
 from router.tests.waiting import until
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from text_generation_router.client.ranks import ShardInfo, WarmupResult
 from text_generation_router.client.shards import ShardedClient
-from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError, UnhealthyError
 from text_generation_router.scheduler.costs import UNMEASURED_S, StepDeadlines

@@ -2,35 +2,54 @@
 
 import asyncio
 import os
-import re
-import socket
-import stat
-import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 from text_generation_process.defaults import STARTING_DEADLINE_S
+from text_generation_process.sampling import FinishReason, Pooling
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_router.client import translate
-from text_generation_router.client.translate import ShardInfo, WarmupResult, from_info
+from text_generation_router.client.ranks import (
+    ShardInfo,
+    WarmupResult,
+    check_socket,
+    failure,
+    from_compiled,
+    from_filtered,
+    from_info,
+    from_warmup,
+    generation_error,
+    is_gone,
+    merge_infos,
+    name_of,
+    no_answer,
+    nothing,
+    outcome_of,
+    path_of,
+)
 from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.step import (
     CachedBatch,
-    GoneShardError,
     GrammarResult,
     LostStepError,
     Plan,
-    SilentShardError,
     StepResult,
 )
 
 _Answer = TypeVar("_Answer")
 _Merge = Callable[[list[Any]], _Answer]
+
+# By name; the wire's others are no endings.
+_FINISH_REASONS = {
+    number: FinishReason.__members__.get(name.removeprefix("FINISH_REASON_"))
+    for name, number in pb.FinishReason.items()
+}
+_POOLINGS: dict[Pooling | None, pb.Pooling] = {None: pb.POOLING_NONE}
+_POOLINGS |= {own: getattr(pb, f"POOLING_{own.name}") for own in Pooling}
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -41,17 +60,11 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _POLL_S = 0.02  # a start takes seconds, so that this delays it by nothing
-# struct ucred: process, user, group.
-_CREDENTIALS = struct.Struct("3i")
 _HEALTH_TIMEOUT_S = 4.5  # a healthy shard answers in milliseconds, also during a step
 _READY = grpc.ChannelConnectivity.READY
 # Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
 # within this hangs.
 OTHERS_S = 0.5
-# What may differ between ranks: their number, their last message, and their cores.
-_OF_A_RANK = {"rank", "last_number", "spares_core"}
-# How a rank names another rank that made it fail.
-_OF_ANOTHER = re.compile(r"shard (\d+) |another shard ")
 
 
 class ShardedClient:
@@ -96,7 +109,7 @@ class ShardedClient:
             await client.close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
-            raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
+            raise GenerationError(no_answer(path, master_uds_path, timeout_s)) from error
         return client
 
     async def _reach(self, path: str, rank: "Rank | None" = None) -> Sequence[str]:
@@ -139,7 +152,7 @@ class ShardedClient:
         """Allocates the KV cache within limits, the fields of WarmupRequest; None leaves one to the
         shards."""
         request = pb.WarmupRequest(**limits, number=self._next_number())
-        result = await self._call("Warmup", request, translate.from_warmup, self.answer_s)
+        result = await self._call("Warmup", request, from_warmup, self.answer_s)
         # Ranks wait this long for one another from now on.
         self.answer_s = result.rank_deadline_s or self.answer_s
         return result
@@ -147,7 +160,7 @@ class ShardedClient:
     def health(self) -> Coroutine[Any, Any, None]:
         """Returns if every shard is healthy."""
         request = pb.HealthRequest()
-        return self._call("Health", request, _nothing, None, timeout=_HEALTH_TIMEOUT_S)
+        return self._call("Health", request, nothing, None, timeout=_HEALTH_TIMEOUT_S)
 
     def step(
         self,
@@ -167,16 +180,16 @@ class ShardedClient:
         number = self._next_number()
         merge = partial(merge_steps, number)
         if plan.admitted:
-            prefill = translate.to_prefill(plan, batch_id, cached_batch_id, trace_context, number)
+            prefill = to_prefill(plan, batch_id, cached_batch_id, trace_context, number)
             return self._call("Prefill", prefill, merge, self.answer_s)
-        decode = translate.to_decode(plan, batch_id, trace_context, number)
+        decode = to_decode(plan, batch_id, trace_context, number)
         return _merged([rank.decode(decode) for rank in self._ranks], merge, self.answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
         request = pb.CompileGrammarRequest(grammar=grammar)
         async with asyncio.timeout(timeout_s):
-            return await self._call("CompileGrammar", request, translate.from_compiled, None)
+            return await self._call("CompileGrammar", request, from_compiled, None)
 
     def filter_batch(
         self, batch_id: int, request_ids: Sequence[int]
@@ -185,12 +198,12 @@ class ShardedClient:
         request = pb.FilterBatchRequest(
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
-        return self._call("FilterBatch", request, translate.from_filtered, self.answer_s)
+        return self._call("FilterBatch", request, from_filtered, self.answer_s)
 
     def clear_cache(self, batch_id: int | None) -> Coroutine[Any, Any, None]:
         """Frees the rows of one batch, or of all; an unknown id is no error."""
         request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
-        return self._call("ClearCache", request, _nothing, self.answer_s)
+        return self._call("ClearCache", request, nothing, self.answer_s)
 
     def _call(
         self,
@@ -224,7 +237,7 @@ class Rank:
         # For gRPC, behind `unix:`. A name in /proc leads to the file itself, not to its path.
         self.address = f"/proc/self/fd/{self._descriptor}"
         try:
-            _check_socket(path, self._descriptor, self.address)
+            check_socket(path, self._descriptor, self.address)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -269,51 +282,6 @@ class Rank:
         return response
 
 
-def path_of(url: str) -> str:
-    """The path in the address of a shard: `unix:path` or `unix:///path`."""
-    path = url.removeprefix("unix:")
-    return path[2:] if path.startswith("//") else path
-
-
-def _check_socket(path: str, descriptor: int, address: str) -> None:
-    """Raises GenerationError if it is no socket, or if its file or the process that listens is
-    another user's; OSError while no process listens, or its backlog is full."""
-    state = os.fstat(descriptor)
-    if not stat.S_ISSOCK(state.st_mode):
-        raise GenerationError(f"{path} is not a socket: give that of a shard")
-    _check_user(path, state.st_uid)
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        probe.connect(address)
-        found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _check_user(path, _CREDENTIALS.unpack(found)[1])
-
-
-def _check_user(path: str, user: int) -> None:
-    if user not in (0, os.geteuid()):
-        raise GenerationError(
-            f"{path} is a socket of user {user}, and this router runs as user {os.geteuid()}: "
-            "nothing is sent there; remove it, and give the shards a folder that others can not "
-            "write to, or run both as one user"
-        )
-
-
-def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
-    if path == master_uds_path:
-        return (
-            f"no answer from the shards at {path} within {timeout_s:g} s; "
-            "start text-generation-server first, or give its --master-shard-uds-path"
-        )
-    return (
-        f"no answer from the shard at {path} within {timeout_s:g} s, though the one at "
-        f"{master_uds_path} answers; see its log for the reason, and restart all shards"
-    )
-
-
-def _nothing(responses: list[Any]) -> None:
-    """The answers say nothing."""
-
-
 def _merged(
     calls: Sequence[Awaitable[Any]], merge: _Merge[_Answer], answer_s: float | None
 ) -> Coroutine[Any, Any, _Answer]:
@@ -332,7 +300,7 @@ async def _one(call: Awaitable[Any], merge: _Merge[_Answer]) -> _Answer:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # this task is cancelled
-        raise _generation_error(error, is_lost=False) from error
+        raise generation_error(error, is_lost=False) from error
 
 
 async def _several(
@@ -343,55 +311,16 @@ async def _several(
         done, waiting = await asyncio.wait(
             tasks, timeout=answer_s, return_when=asyncio.FIRST_EXCEPTION
         )
-        failed = [one for one in map(_outcome, done) if isinstance(one, BaseException)]
-        if waiting and failed and not any(map(_is_gone, failed)):
+        failed = [one for one in map(outcome_of, done) if isinstance(one, BaseException)]
+        if waiting and failed and not any(map(is_gone, failed)):
             await asyncio.wait(waiting, timeout=OTHERS_S)
     finally:
-        outcomes = [_outcome(task) for task in tasks]
+        outcomes = [outcome_of(task) for task in tasks]
         for task in tasks:
             task.cancel()
     if (error := failure(outcomes)) is not None:
         raise error
     return merge(outcomes)
-
-
-def _outcome(task: asyncio.Future[Any]) -> Any:
-    """An answer or an exception; None: neither yet."""
-    if not task.done():
-        return None
-    return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()
-
-
-# ---- The answers of all ranks as one ----
-
-
-def merge_infos(infos: Sequence[ShardInfo]) -> ShardInfo:
-    """The shards' common properties, from rank 0 on. Raises GenerationError, which names the
-    shard, if they are not the ranks of one model."""
-    first = infos[0]
-    for rank, info in enumerate(infos):
-        if info.rank != rank:
-            raise GenerationError(
-                f"the socket of shard {rank} is that of a shard with rank {info.rank}; give the "
-                "socket of rank 0"
-            )
-        if info.world_size != len(infos):
-            raise GenerationError(
-                f"shard {rank} is one of {info.world_size}, and {len(infos)} were found; start all "
-                "of them with the same number of shards"
-            )
-        for name in (field.name for field in fields(info) if field.name not in _OF_A_RANK):
-            theirs, ours = getattr(info, name), getattr(first, name)
-            if theirs != ours:
-                raise GenerationError(
-                    f"shard {rank} says {name} {theirs!r}, and shard 0 says {ours!r}; start all of "
-                    "them with the same program, model and options"
-                )
-    return replace(
-        first,
-        spares_core=all(info.spares_core for info in infos),
-        last_number=max(info.last_number for info in infos),
-    )
 
 
 def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult:
@@ -401,69 +330,121 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
     """
     first, *others = responses
     if not others:
-        return translate.from_step(first)
+        return from_step(first)
     if wrong := [rank for rank, one in enumerate(responses) if one.digest != first.digest]:
         raise LostStepError(
-            f"Server error: {_shards(wrong)} chose other tokens than shard 0 in step {number}, so "
+            f"Server error: {name_of(wrong)} chose other tokens than shard 0 in step {number}, so "
             "that it is not known which are right"
         )
     shard_ns = [response.forward_ns + response.decode_ns for response in responses]
-    return translate.from_step(first, shard_ns)
+    return from_step(first, shard_ns)
 
 
-def failure(outcomes: Sequence[object]) -> BaseException | None:
-    """Why a call to several ranks has failed, None if it has not.
-
-    `outcomes`: the answer or the exception of each rank; None: no answer in time. Returns a
-    GoneShardError if a rank has ended, a SilentShardError if none has failed and some are silent,
-    a LostStepError if only some have failed. Of several errors it reports the first that does not
-    name another rank.
-    """
-    errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
-    silent = [rank for rank, one in enumerate(outcomes) if one is None]
-    if not errors and silent:
-        return SilentShardError(
-            f"Server error: {_shards(silent)} did not answer, though others have: stopped, or hung"
-        )
-    if not errors:
-        return None
-    rank = min(errors, key=lambda rank: _is_about_another(rank, errors[rank]))
-    error = _generation_error(errors[rank], len(errors) < len(outcomes), f"shard {rank}: ")
-    if any(map(_is_gone, errors.values())) and isinstance(error, GenerationError):
-        return GoneShardError(*error.args)
-    return error
+# ---- Messages ----
 
 
-def _is_gone(error: object) -> bool:
-    """Whether the call failed because the process has ended."""
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return False
-    return error.code() is grpc.StatusCode.UNAVAILABLE
+def _to_request(entry: Entry) -> pb.Request:
+    assert entry.block_table is not None
+    request, asked = entry.request, entry.request.asked
+    return pb.Request(
+        id=entry.id,
+        input_ids=entry.input_ids,
+        num_prompt_tokens=len(request.input_ids),
+        num_cached_tokens=entry.num_cached_tokens,
+        block_table=entry.block_table,
+        parameters=pb.NextTokenChooserParameters(**request.sampling.to_wire()),
+        stopping_parameters=pb.StoppingCriteriaParameters(
+            max_new_tokens=request.max_new_tokens,
+            min_new_tokens=asked.min_new_tokens or 0,
+            ignore_eos_token=asked.ignore_eos_token,
+            stop_token_ids=asked.stop_token_ids,
+        ),
+        prefill_logprobs=entry.wants_prefill_logprobs,
+        top_n_tokens=asked.top_n_tokens or 0,
+        grammar=request.grammar,
+        pooling=_POOLINGS[asked.pooling],
+        score_token_ids=asked.score_token_ids,
+        snapshot=entry.snapshot,
+        snapshot_positions=list(entry.stores),
+        snapshot_places=list(entry.stores.values()),
+    )
 
 
-def _generation_error(error: BaseException, is_lost: bool, source: str = "") -> BaseException:
-    """The error for a failed call; exceptions other than gRPC's are returned unchanged.
-
-    `is_lost`: other ranks have computed the call. `source` comes before the words of gRPC or the
-    shard, which may name sockets and files, and are therefore only for the log.
-    """
-    if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
-        return GoneShardError("Could not connect to Text Generation server: channel closed")
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return error
-    detail = f"{source}{error.details() or error.code().name}"
-    if _is_gone(error):
-        return GoneShardError("Could not connect to Text Generation server", detail)
-    return (LostStepError if is_lost else GenerationError)("Server error", detail)
+def to_prefill(
+    plan: Plan, batch_id: int, cached_batch_id: int | None, trace_context: str, number: int
+) -> pb.PrefillRequest:
+    """New rows, and what they and the rows of the cached batch compute."""
+    return pb.PrefillRequest(
+        batch=pb.Batch(id=batch_id, requests=map(_to_request, plan.admitted)),
+        cached_batch_id=cached_batch_id,
+        step=_to_step(plan),
+        trace_context=trace_context,
+        number=number,
+    )
 
 
-def _is_about_another(rank: int, error: BaseException) -> bool:
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return False
-    named = _OF_ANOTHER.match(error.details() or "")
-    return named is not None and named[1] != str(rank)
+def to_decode(plan: Plan, batch_id: int, trace_context: str, number: int) -> pb.DecodeRequest:
+    """One step for the rows of a batch."""
+    return pb.DecodeRequest(
+        batch_ids=[batch_id],
+        step=_to_step(plan),
+        trace_context=trace_context,
+        number=number,
+    )
 
 
-def _shards(ranks: Sequence[int]) -> str:
-    *most, last = map(str, ranks)
-    return f"shards {', '.join(most)} and {last}" if most else f"shard {last}"
+def _to_step(plan: Plan) -> pb.Step:
+    counts = plan.counts
+    grown_request_ids, grown_block_ids = tuple(zip(*plan.grown_blocks, strict=True)) or ((), ())
+    return pb.Step(
+        request_ids=counts,
+        counts=counts.values() if plan.chunks else (),
+        speculate=plan.speculate,
+        grown_request_ids=grown_request_ids,
+        grown_block_ids=grown_block_ids,
+        is_ahead=plan.is_ahead,
+    )
+
+
+def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepResult:
+    """The answer to Prefill or Decode, with the times of all ranks, if there are several."""
+    generations, rows = response.generations, response.batch
+    return StepResult(
+        request_ids=tuple(generations.request_ids),
+        token_ids=tuple(generations.token_ids),
+        token_counts=tuple(generations.token_counts),
+        logprobs=tuple(generations.logprobs),
+        finish_reasons=tuple(map(_FINISH_REASONS.__getitem__, generations.finish_reasons)),
+        batch=CachedBatch(rows.id, tuple(rows.request_ids)) if rows.request_ids else None,
+        top_token_counts=tuple(generations.top_token_counts),
+        top_token_ids=tuple(generations.top_token_ids),
+        top_token_logprobs=tuple(generations.top_token_logprobs),
+        forward_ns=response.forward_ns,
+        decode_ns=response.decode_ns,
+        concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
+        shard_ns=shard_ns,
+        **_by_request(response),
+    )
+
+
+def _by_request(response: pb.StepResponse) -> dict[str, Any]:
+    """What a step says of prompts, and of requests that failed."""
+    if not (
+        response.prefill_logprobs
+        or response.prefill_top_tokens
+        or response.pooled_prompts
+        or response.token_scores
+        or response.errors
+    ):
+        return {}  # nearly every step
+    return {
+        "prefill_logprobs": {p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        "prefill_ranks": {p.request_id: tuple(p.ranks) for p in response.prefill_logprobs},
+        "prefill_top_tokens": {
+            p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
+            for p in response.prefill_top_tokens
+        },
+        "pooled_prompts": {p.request_id: p.values for p in response.pooled_prompts},
+        "token_scores": {p.request_id: tuple(p.logprobs) for p in response.token_scores},
+        "errors": {error.request_id: error.message for error in response.errors},
+    }

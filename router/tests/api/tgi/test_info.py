@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from text_generation_router.api.tgi.info import features
-from text_generation_router.client.translate import WarmupResult
+from text_generation_router.client.ranks import WarmupResult
 from text_generation_router.services import assemble
 
 from router.tests.serving import assemble_scripted

@@ -7,8 +7,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
-from text_generation_router.client import translate
-from text_generation_router.client.translate import ShardInfo
+from text_generation_router.client import shards
+from text_generation_router.client.ranks import ShardInfo, from_info
 from text_generation_router.request import FinishReason, GenerateParameters, Pooling, Request
 from text_generation_router.scheduler.entry import Answer, Entry
 from text_generation_router.scheduler.step import CachedBatch, Plan
@@ -77,7 +77,7 @@ def unset_fields(message: Message) -> set[str]:
 
 
 def test_a_request_goes_over_whole() -> None:
-    batch = translate.to_prefill(make_prefill(), 3, None, "", 1).batch
+    batch = shards.to_prefill(make_prefill(), 3, None, "", 1).batch
     [request] = batch.requests
     assert (batch.id, request.id) == (3, 11)
     assert list(request.input_ids) == [5, 6, 7] and request.num_prompt_tokens == 3
@@ -106,15 +106,13 @@ def test_a_request_goes_over_whole() -> None:
 def test_a_preempted_request_brings_what_it_has_generated() -> None:
     entry = make_entry()
     entry.add([21, 22])
-    [request] = translate.to_prefill(
-        Plan([entry], {}, {}, frozenset()), 3, None, "", 1
-    ).batch.requests
+    [request] = shards.to_prefill(Plan([entry], {}, {}, frozenset()), 3, None, "", 1).batch.requests
     assert list(request.input_ids) == [5, 6, 7, 21, 22] and request.num_prompt_tokens == 3
     assert not request.prefill_logprobs, "they were delivered with the first token"
 
 
 def test_decode() -> None:
-    request = translate.to_decode(Plan([], **OLD | {"chunks": {13: 16, 14: 2}}), 4, "", 1)
+    request = shards.to_decode(Plan([], **OLD | {"chunks": {13: 16, 14: 2}}), 4, "", 1)
     assert list(request.batch_ids) == [4]
     check_step(request.step, [13, 14], [16, 2])
 
@@ -129,16 +127,16 @@ def check_step(step: pb.Step, request_ids: list[int], counts: list[int]) -> None
 def test_a_step_that_only_decodes_has_no_counts() -> None:
     entries: Any = dict.fromkeys((7, 5, 6))
     plan = Plan([], entries, {}, frozenset((5, 7)))
-    step = translate.to_decode(plan, 4, "", 1).step
+    step = shards.to_decode(plan, 4, "", 1).step
     assert list(step.request_ids) == [7, 5] and not step.counts
 
 
 def test_prefill() -> None:
-    request = translate.to_prefill(make_prefill(), 3, 2, "", 1)
+    request = shards.to_prefill(make_prefill(), 3, 2, "", 1)
     assert (request.batch.id, request.cached_batch_id) == (3, 2)
     assert [one.id for one in request.batch.requests] == [11]
     check_step(request.step, [13, 14, 11], [16, 2, 1])
-    first = translate.to_prefill(make_prefill(), 3, None, "", 1)
+    first = shards.to_prefill(make_prefill(), 3, None, "", 1)
     assert not first.HasField("cached_batch_id")
 
 
@@ -165,7 +163,7 @@ def test_a_step_comes_back_as_columns() -> None:
         decode_ns=10,
         concat_ns=0,
     )
-    step = translate.from_step(response)
+    step = shards.from_step(response)
     assert (step.request_ids, step.token_ids) == ((1, 2, 3), (10, 20, 30))
     assert step.logprobs[::2] == (-0.5, -2.0) and math.isnan(step.logprobs[1])
     assert step.finish_reasons == (None, FinishReason.STOP_TOKEN, FinishReason.EOS_TOKEN)
@@ -179,7 +177,7 @@ def test_a_step_comes_back_as_columns() -> None:
 
 
 def test_a_step_without_remaining_rows() -> None:
-    step = translate.from_step(pb.StepResponse())
+    step = shards.from_step(pb.StepResponse())
     assert step.batch is None and step.concat_ns is None and list(step.top_tokens()) == []
 
 
@@ -193,7 +191,7 @@ def test_every_finish_reason_is_known() -> None:
     }
     assert set(expected) == set(pb.FinishReason.values())
     generations = pb.Generations(finish_reasons=list(expected))
-    step = translate.from_step(pb.StepResponse(generations=generations))
+    step = shards.from_step(pb.StepResponse(generations=generations))
     assert step.finish_reasons == tuple(expected.values())
 
 
@@ -202,8 +200,8 @@ def test_info() -> None:
     fields = pb.InfoResponse.DESCRIPTOR.fields
     values = {field.name: some.get(field.cpp_type, field.number) for field in fields}
     response = pb.InfoResponse(**values)
-    assert translate.from_info(response) == ShardInfo(**values)
+    assert from_info(response) == ShardInfo(**values)
     response.ClearField("recompute_at")
     response.ClearField("prompt_scaled_at")
-    info = translate.from_info(response)
+    info = from_info(response)
     assert info.recompute_at is None and info.prompt_scaled_at is None
