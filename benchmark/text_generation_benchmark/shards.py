@@ -11,7 +11,7 @@ from text_generation_router.client.ranks import ShardInfo
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.request import GenerateParameters, Request
 from text_generation_router.scheduler.blocks import BlockAllocator
-from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.step import Plan
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ class Bench:
             sampling=self._choice.sampling,
             max_new_tokens=shape.decode_length,
         )
-        entry = Entry(self._next_id, request, Answer(request, self._tokenizer))
+        entry = Entry(self._next_id, request, self._tokenizer)
         entry.block_table = allocator.allocate(shape.sequence_length + shape.decode_length)
         self._next_id += 1
         return entry

@@ -26,7 +26,7 @@ from text_generation_router.chat.parser import (
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.request import FinishReason, GenerateParameters, Request, TokenOutput
-from text_generation_router.scheduler.entry import Answer
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.text.tokenizer import Tokenizer
 
 MODEL = Path(text_generation_launcher.__file__).parent / "embedded_model"
@@ -68,7 +68,7 @@ def written(
 ) -> list[TokenOutput]:
     """The outputs of a generation of these tokens, up to the one that ends it."""
     asked = GenerateParameters(inputs="", stop=stops, keeps_stop_sequence=keeps_stops)
-    answer = Answer(Request(asked, (1,), Sampling(), len(ids)), TOKENIZER)
+    answer = Entry(0, Request(asked, (1,), Sampling(), len(ids)), TOKENIZER)
     outputs: list[TokenOutput] = []
     for place, token_id in enumerate(ids, 1):
         reason = FinishReason.LENGTH if place == len(ids) else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.costs import StepCosts
-from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.step import Plan, StepResult
 
@@ -30,7 +30,7 @@ class Desk:
         """Queues an entry; ids are 0, 1, …"""
         group = options.pop("group", None)
         request = make_request(prompt, max_new_tokens, **options)
-        entry = Entry(self.num, request, Answer(request, TOKENIZER), group)
+        entry = Entry(self.num, request, TOKENIZER, group)
         self.planner.queue.append(entry)
         self.num += 1
         return entry

@@ -10,7 +10,7 @@ from text_generation_proto import pb
 from text_generation_router.client import shards
 from text_generation_router.client.ranks import ShardInfo, from_info
 from text_generation_router.request import FinishReason, GenerateParameters, Pooling, Request
-from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.step import CachedBatch, Plan
 
 from router.tests.scheduling import make_tokenizer
@@ -48,7 +48,7 @@ REQUEST = Request(
 
 
 def make_entry() -> Entry:
-    entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
+    entry = Entry(11, REQUEST, make_tokenizer())
     entry.block_table = [4, 2]
     entry.num_cached_tokens = 2
     entry.snapshot, entry.stores = 3, {2: 5, 3: 4}

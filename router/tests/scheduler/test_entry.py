@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.request import FinishReason, TokenOutput
-from text_generation_router.scheduler.entry import Answer
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.text.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
 from router.tests.scheduling import make_request
@@ -23,7 +23,7 @@ def write(
     ids: list[int], finish_reason: FinishReason | None = None, *stop: str
 ) -> list[TokenOutput]:
     """The outputs for `ids` until one ends the generation; `finish_reason` comes with the last."""
-    answer = Answer(make_request((0,), 99, *stop), TOKENIZER)
+    answer = Entry(0, make_request((0,), 99, *stop), TOKENIZER)
     outputs = []
     for place, token_id in enumerate(ids):
         reason = finish_reason if place == len(ids) - 1 else None
@@ -90,7 +90,7 @@ def show(
     """The outputs for `ids` where stop strings are left out."""
     request = make_request((0,), 99, *stop, visible_special_tokens=visible)
     asked = replace(request.asked, keeps_stop_sequence=False)
-    answer = Answer(replace(request, asked=asked), tokenizer)
+    answer = Entry(0, replace(request, asked=asked), tokenizer)
     outputs = []
     for place, token_id in enumerate(ids):
         reason = finish_reason if place == len(ids) - 1 else None
@@ -152,7 +152,7 @@ def test_special_tokens_are_shown_on_demand_but_never_the_end(keeps: bool) -> No
     request = make_request((0,), 99, visible_special_tokens=visible)
     asked = replace(request.asked, keeps_stop_sequence=keeps)
     for last, reason, shown in [(1, LENGTH, " two"), (9, LENGTH, "<s>"), (9, EOS, "")]:
-        answer = Answer(replace(request, asked=asked), TOKENIZER)
+        answer = Entry(0, replace(request, asked=asked), TOKENIZER)
         outputs = [answer.step(0, -1.0, None), answer.step(9, -1.0, None)]
         outputs.append(answer.step(last, -1.0, reason))
         assert [output.delta for output in outputs] == [" one", "<s>", shown]
@@ -166,7 +166,7 @@ def test_an_end_that_is_the_last_token_allowed(keeps: bool, told: FinishReason) 
     for limit, ending in ((2, told), (3, EOS)):
         request = make_request((0,), limit)
         asked = replace(request.asked, keeps_stop_sequence=keeps)
-        answer = Answer(replace(request, asked=asked), TOKENIZER)
+        answer = Entry(0, replace(request, asked=asked), TOKENIZER)
         answer.step(0, -1.0, None)
         generated = answer.step(9, -1.0, EOS).generated
         assert generated is not None
@@ -244,15 +244,15 @@ def tokenizer_of(words: list[str], cuts: list[int]) -> tuple[Tokenizer, list[int
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
 def test_a_logprob_that_json_does_not_know_is_none(logprob: float) -> None:
-    answer = Answer(make_request((0, 1)), TOKENIZER)
+    answer = Entry(0, make_request((0, 1)), TOKENIZER)
     output = answer.step(0, logprob, None, ((1,), (logprob,)))
     assert output.token.logprob is None and output.top_tokens[0].logprob is None
-    assert answer.prefill((logprob, -1.0)).tokens[0].logprob is None
+    assert answer.read_prompt((logprob, -1.0)).tokens[0].logprob is None
 
 
 def test_top_and_prompt_tokens_have_the_text_of_each_id_alone() -> None:
-    answer = Answer(make_request((9, 0, 6)), TOKENIZER)
-    tokens = answer.prefill((math.nan, -1.0, -2.0)).tokens
+    answer = Entry(0, make_request((9, 0, 6)), TOKENIZER)
+    tokens = answer.read_prompt((math.nan, -1.0, -2.0)).tokens
     assert [(t.text, t.special) for t in tokens] == [("<s>", True), (" one", False), ("�", False)]
     output = answer.step(0, -1.0, None, ((0, 9), (-1.0, -2.0)))
     assert [(t.id, t.text, t.logprob) for t in output.top_tokens] == [
@@ -274,7 +274,7 @@ def test_looking_for_stop_strings_changes_nothing_but_their_endings(
     for stop in ((), ("\0",)):
         request = make_request((0,), 99, *stop)
         asked = replace(request.asked, keeps_stop_sequence=keeps)
-        answer = Answer(replace(request, asked=asked), TOKENIZER)
+        answer = Entry(0, replace(request, asked=asked), TOKENIZER)
         outputs.append(
             [
                 answer.step(token_id, -0.5, reason if place == len(ids) - 1 else None)

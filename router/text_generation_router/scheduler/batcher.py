@@ -29,7 +29,7 @@ from text_generation_router.errors import (
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
 from text_generation_router.scheduler.costs import EndingRate, SchedulerLimits
-from text_generation_router.scheduler.entry import Answer, Entry, EntryState
+from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.step import (
     CachedBatch,
@@ -146,7 +146,7 @@ class Batcher:
         ids = [next(self._entry_ids) for _ in requests]
         group = ids[0] if len(ids) > 1 else None
         entries = [
-            Entry(entry_id, request, Answer(request, self._tokenizer), group, arrival, charge)
+            Entry(entry_id, request, self._tokenizer, group, arrival, charge)
             for entry_id, request in zip(ids, requests, strict=True)
         ]
         if not self._live:

@@ -277,7 +277,7 @@ class Delivery:
         if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
             tops = result.prefill_top_tokens.get(entry.id, ((), ()))
             ranks = result.prefill_ranks.get(entry.id, ())
-            entry.prefill = entry.answer.prefill(prefill_logprobs, tops, ranks)
+            entry.prefill = entry.read_prompt(prefill_logprobs, tops, ranks)
         elif entry.is_prompt_only:
             pooled = result.pooled_prompts.get(entry.id, b"")
             scores = result.token_scores.get(entry.id, ())
@@ -285,7 +285,7 @@ class Delivery:
         outputs: list[TokenOutput] = []
         for token_id, logprob, top_tokens in tokens:
             reason = finish_reason if len(outputs) + 1 == len(tokens) else None
-            output = entry.answer.step(token_id, logprob, reason, top_tokens)
+            output = entry.step(token_id, logprob, reason, top_tokens)
             outputs.append(output)
             if output.generated is not None:
                 self._end(entry, None)

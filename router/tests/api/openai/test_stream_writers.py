@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text_generation_router.api.answers import event, float32
 from text_generation_router.api.tgi.generate import token_events
 from text_generation_router.request import Token, TokenOutput
-from text_generation_router.scheduler.entry import Answer, Entry
+from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import GenerateParameters
 
 from router.tests.scheduling import make_request, make_tokenizer
@@ -52,7 +52,7 @@ def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
 
 async def test_outputs_of_a_reader_that_is_cancelled_are_kept() -> None:
     request = make_request((0,), 9)
-    entry = Entry(0, request, Answer(request, make_tokenizer()))
+    entry = Entry(0, request, make_tokenizer())
     reading = asyncio.create_task(anext(entry))
     await asyncio.sleep(0)
     reading.cancel()
