@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from text_generation_proto import pb
-from text_generation_shard.engine import ngram
-from text_generation_shard.engine.ngram import Drafter
+from text_generation_shard.engine import planner
+from text_generation_shard.engine.planner import Drafter
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.parallel import World
@@ -58,8 +58,8 @@ def test_where_nothing_repeats_it_is_not_looked_for_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table, drafter = table_of(list(range(3, 100))), Drafter(1, World().broadcast)
-    searches = mock.Mock(wraps=ngram._continuations)
-    monkeypatch.setattr(ngram, "_continuations", searches)
+    searches = mock.Mock(wraps=planner._continuations)
+    monkeypatch.setattr(planner, "_continuations", searches)
     for _ in range(100):
         assert drafter.draft(table, np.array([0]), np.array([4]), 0.01) is None
     assert 20 <= searches.call_count <= 24

@@ -15,7 +15,7 @@ from text_generation_proto import pb
 from text_generation_shard.device.base import ForwardBatch, ScheduledTokens
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.planner import Plan
 from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.sampling import Choice, top_tokens

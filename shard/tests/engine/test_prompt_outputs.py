@@ -9,7 +9,7 @@ import pytest
 import torch
 from text_generation_proto import pb
 from text_generation_shard.arrays import Floats
-from text_generation_shard.engine import prompt_outputs
+from text_generation_shard.engine import step as steps
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.errors import BatchError
 from torch import Tensor
@@ -135,18 +135,17 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         fetched.append(tuple(found.shape))
         return torch.zeros(found.shape)
 
-    monkeypatch.setattr(prompt_outputs, "_fetched", fetch)
+    monkeypatch.setattr(steps, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
     wanted: Any = {"max_new_tokens": 1, "score_token_ids": (5, 7)}
     for number, pooling in enumerate((pb.POOLING_MEAN, pb.POOLING_LAST)):
         blocks = range(40 * number, 40 * number + 33)
         table.take(new_request(number, range(520), blocks, pooling=pooling, **wanted))
     rows, counts = np.array([0, 1]), np.array([520, 520])
-    scheduled = prompt_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
+    scheduled = steps.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
     hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")
     logits = torch.empty(2, 300, device="meta")
     own: Any = _Norm()
-    outputs = table.prompt_outputs
-    parts = list(prompt_outputs.read_pass(table, outputs, own, scheduled, hidden, logits))
+    parts = list(steps.read_pass(table, own, scheduled, hidden, logits))
     assert [part.row for part in parts] == [0, 1]
     assert fetched == [(64,), (2,), (64,), (2,)]

@@ -18,14 +18,18 @@ from text_generation_proto import pb
 
 from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.device.reference.device import Device
-from text_generation_shard.engine import out_of_memory
-from text_generation_shard.engine.ngram import Drafter
-from text_generation_shard.engine.out_of_memory import unless_short
 from text_generation_shard.engine.output import Computed, verify, write
-from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.planner import Costs, Planner
+from text_generation_shard.engine.planner import Costs, Drafter, Plan, Planner
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import LaunchedStep, StepRunner
+from text_generation_shard.engine.step import (
+    LaunchedStep,
+    StepRunner,
+    compute_in_parts,
+    failure,
+    merged,
+    unless_short,
+    without,
+)
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import GrammarMasks
@@ -80,6 +84,11 @@ class Engine:
         """A loaded model on its device."""
         self.device, self.model, self.runner = device, model, device.runner(model)
         self.world = world or World()
+        is_single = self.world.size == 1 and not model.state_bytes
+        self.runs_behind = device.runs_behind and is_single
+        """Whether a step may be launched before the previous one has a result. Not with several
+        ranks: whether the previous one is already collected would differ by their timing. Nor if
+        rows have states, which a launch that is repeated would advance twice."""
         self.weights_bytes, self._watermark = weights_bytes, watermark
         self._end_ids = frozenset(model.config.eos_token_ids)
         self._masks = GrammarMasks(model.config.vocab_size, device.torch_device)
@@ -102,14 +111,6 @@ class Engine:
         model = self.model
         is_own = model.is_deterministic and model.attention.is_deterministic
         return self.device.is_deterministic and is_own
-
-    @property
-    def runs_behind(self) -> bool:
-        """Whether a step may be launched before the previous one has a result. Not with several
-        ranks: whether the previous one is already collected would differ by their timing. Nor if
-        rows have states, which a launch that is repeated would advance twice."""
-        is_single = self.world.size == 1 and not self.model.state_bytes
-        return self.device.runs_behind and is_single
 
     @property
     def num_rows_taken(self) -> int:
@@ -305,7 +306,7 @@ class Engine:
                     unless_short(handle.launched.result)
         for handle in reversed(steps):
             handle.launched, plan = None, handle.plan
-            self._table.rewind(out_of_memory.without(plan.computed, plan.ended_rows()))
+            self._table.rewind(without(plan.computed, plan.ended_rows()))
         return steps
 
     def _finish(self, handle: StepHandle) -> pb.StepResponse | None:
@@ -330,26 +331,28 @@ class Engine:
                 self.device.release_memory()
             return part
 
-        passes = out_of_memory.without(plan.passes, failed | plan.ended_rows())
+        passes = without(plan.passes, failed | plan.ended_rows())
         parts, unfit = list[Computed](), self._lost_rows(plan)
         if not self.model.state_bytes:
-            parts, unfit = out_of_memory.compute_in_parts(passes, table, compute)
+            parts, unfit = compute_in_parts(passes, table, compute)
         for part in parts:
             table.advance(part.plan.computed)
         outputs = [self._write(part) for part in parts]
         for row, request_id in zip(unfit, table.ids(unfit), strict=True):
             gets_token = request_id in plan.request_ids
             known, was_alone = int(table.lens[row]), not self.model.state_bytes
-            outputs.append(out_of_memory.failure(request_id, known, gets_token, was_alone))
+            outputs.append(failure(request_id, known, gets_token, was_alone))
         table.release(unfit)
         failed.update(unfit)
         logger.warning(
             "a step of %d passes ran out of memory: computed in %d parts, %d requests failed; "
             "decrease --max-batch-total-tokens, which leaves more memory to each step",
-            *(len(plan.passes), len(parts), len(unfit)),
+            len(plan.passes),
+            len(parts),
+            len(unfit),
         )
         done_ns = parts[-1].done_ns if parts else time.perf_counter_ns()
-        return self._complete(out_of_memory.merged(outputs), handle, done_ns)
+        return self._complete(merged(outputs), handle, done_ns)
 
     def _computed(self, plan: Plan, launched: LaunchedStep) -> Computed:
         """Wait for a launched step, and verify its tokens."""

@@ -9,7 +9,7 @@ import numpy as np
 from text_generation_proto import pb
 
 from text_generation_shard.arrays import NO_INTS, Ints
-from text_generation_shard.engine.plan import Plan, SampledPositions
+from text_generation_shard.engine.planner import Plan, SampledPositions
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.parallel import World

@@ -1,18 +1,68 @@
-"""The state of every running request, one row each."""
+"""The state of every running request, one row each, and what it reads of its prompt."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from text_generation_process.sampling import Sampling
 from text_generation_proto import pb
+from torch import Tensor
 
-from text_generation_shard.arrays import NO_INTS, Flags, Ints, Tokens
+from text_generation_shard.arrays import NO_INTS, Doubles, Flags, Ints, Tokens
 from text_generation_shard.device.base import RowState, ScheduledTokens
-from text_generation_shard.engine.prompt_outputs import PromptOutput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.grammars.masks import Constraint
 from text_generation_shard.sampling import SamplingTable
+
+
+class PromptPart(NamedTuple):
+    """What one pass has found in the prompt of a row. Its tensors are valid after the pass has
+    ended."""
+
+    row: int
+    # Of the input tokens that follow those of the pass, if requested; and the best tokens there.
+    logprobs: pb.PrefillLogprobs
+    top_tokens: pb.PrefillTopTokens
+    # [hidden_size] float64: the sum of the hidden states, or the last one.
+    pooled: Tensor | None
+    # [ids] float32 log-probabilities.
+    scores: Tensor | None
+
+
+class PromptOutput:
+    """Owns what one request reads of its prompt, as far as computed."""
+
+    def __init__(self, request: pb.Request) -> None:
+        self.request = request
+        self._logprobs = pb.PrefillLogprobs(request_id=request.id, logprobs=[float("nan")])
+        self._top_tokens = pb.PrefillTopTokens(request_id=request.id)
+        self._scores: Sequence[float] = ()
+        self._total: Doubles | None = None
+
+    def add(self, part: PromptPart) -> None:
+        """Add the next pass."""
+        self._logprobs.MergeFrom(part.logprobs)
+        self._top_tokens.MergeFrom(part.top_tokens)
+        if part.pooled is not None:
+            found: Doubles = part.pooled.numpy()
+            self._total = found.copy() if self._total is None else self._total + found
+        if part.scores is not None:
+            self._scores = part.scores.tolist()
+
+    def write(self, output: pb.StepResponse) -> None:
+        """Write all into the output of the step in which the prompt was complete."""
+        request = self.request
+        if request.prefill_logprobs:
+            output.prefill_logprobs.append(self._logprobs)
+        if self._top_tokens.token_ids:
+            output.prefill_top_tokens.append(self._top_tokens)
+        if self._total is not None:
+            divisor = request.num_prompt_tokens if request.pooling == pb.POOLING_MEAN else 1
+            values = (self._total / divisor).astype(np.dtype("<f4")).tobytes()
+            output.pooled_prompts.add(request_id=request.id, values=values)
+        if self._scores:
+            output.token_scores.add(request_id=request.id, logprobs=self._scores)
 
 
 class RowTable:
@@ -204,14 +254,9 @@ class RowTable:
         least = request.stopping_parameters.min_new_tokens
         return bool(position - request.num_prompt_tokens >= least)
 
-    def has(self, row: int, request_id: int) -> bool:
-        """Whether the row still belongs to this request."""
-        return self.running.get(request_id) == row
-
     def ids(self, rows: Sequence[int]) -> list[int]:
         """The requests that taken rows belong to."""
-        ids = self._ids
-        return [ids[row] for row in rows]
+        return list(map(self._ids.__getitem__, rows))
 
     def grow(self, request_id: int, block: int) -> None:
         """Append a block to a running request's table."""

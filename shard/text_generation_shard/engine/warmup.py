@@ -13,9 +13,8 @@ from text_generation_proto import pb
 from text_generation_shard.device.base import CacheShape, MemoryBudget
 from text_generation_shard.device.reference.device import Device
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.out_of_memory import OUT_OF_MEMORY
 from text_generation_shard.engine.planner import Costs
-from text_generation_shard.engine.prompt_outputs import LOGPROB_ROWS
+from text_generation_shard.engine.step import LOGPROB_ROWS, OUT_OF_MEMORY
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.registry import LanguageModel
 from text_generation_shard.parallel import World

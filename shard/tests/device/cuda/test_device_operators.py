@@ -17,7 +17,7 @@ from text_generation_shard.device.cuda import attention, matrices, operators, sa
 from text_generation_shard.device.cuda.runner import Stream
 from text_generation_shard.device.cuda.staging import pinned_upload
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.planner import Plan
 from text_generation_shard.engine.step import StepRunner
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World

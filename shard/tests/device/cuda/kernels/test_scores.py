@@ -10,8 +10,7 @@ import pytest
 from text_generation_proto import pb
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.output import verify
-from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.planner import verified_tokens
+from text_generation_shard.engine.planner import Plan, verified_tokens
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.grammars.grammar import GrammarCompiler
 from text_generation_shard.parallel import World
