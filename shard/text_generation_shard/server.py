@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,7 +18,7 @@ import uvloop
 from text_generation_process.flags import ShardConfig
 from text_generation_process.sockets import check_length, remove_stale
 from text_generation_process.tracing import SERVICE, missing_packages, open_tracer
-from text_generation_proto import pb, pb_grpc
+from text_generation_proto import pb_grpc
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device import open_device
@@ -30,29 +29,12 @@ from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelErr
 from text_generation_shard.models.registry import load_model, read_config
 from text_generation_shard.parallel import Rendezvous, World
 from text_generation_shard.sampling import Watermark
-from text_generation_shard.service import Fail, ShardService
+from text_generation_shard.service import ShardService, guarded
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
 
 logger = logging.getLogger(__name__)
-
-
-def guarded(service: ShardService, fail: Fail) -> Any:
-    """The calls of the service, whose exceptions go to `fail`; `Decode` passes its own there."""
-
-    def guard(name: str) -> Callable[..., Any]:
-        async def answer(request: Any, context: Any) -> Any:
-            try:
-                return await getattr(service, name)(request, context)
-            except Exception as error:
-                await fail(name, error, context)
-
-        return answer
-
-    names = pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name
-    calls = {name: guard(name) for name in names} | {"Decode": service.Decode}
-    return SimpleNamespace(**calls)
 
 
 async def fail_call(

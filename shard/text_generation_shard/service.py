@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from text_generation_process.flags import ShardConfig
@@ -264,8 +265,11 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         """Compute the prompts of new requests, and advance the batch they join."""
         self._messages.take(request.number)
         try:
+            # Usually remembered since CompileGrammar; compiled again if it was forgotten. On other
+            # ranks than 0 it is followed elsewhere.
+            follows = self._follows_grammars
             grammars = {
-                item.id: await self._grammar_of(item)
+                item.id: await self._grammars.compile(item.grammar) if follows else Grammar()
                 for item in request.batch.requests
                 if item.grammar
             }
@@ -287,12 +291,6 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             min_tokens=grammar.min_tokens,
             retry_after_s=grammar.retry_after_s,
         )
-
-    async def _grammar_of(self, request: pb.Request) -> Grammar:
-        if not self._follows_grammars:
-            return Grammar()  # followed elsewhere
-        # Usually remembered since CompileGrammar; compiled again if it was forgotten.
-        return await self._grammars.compile(request.grammar)
 
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
@@ -332,6 +330,23 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
                 steps.put_nowait(self._compute("Decode", request, begin))
         finally:
             steps.put_nowait(None)
+
+
+def guarded(service: ShardService, fail: Fail) -> Any:
+    """The calls of the service, whose exceptions go to `fail`; `Decode` passes its own there."""
+
+    def guard(name: str) -> Callable[..., Any]:
+        async def answer(request: Any, context: Any) -> Any:
+            try:
+                return await getattr(service, name)(request, context)
+            except Exception as error:
+                await fail(name, error, context)
+
+        return answer
+
+    names = pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name
+    calls = {name: guard(name) for name in names} | {"Decode": service.Decode}
+    return SimpleNamespace(**calls)
 
 
 def _forget(step: "asyncio.Future[pb.StepResponse]") -> None:
