@@ -25,10 +25,9 @@ from text_generation_router.executor import Executor, MemoryBudget
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
 from text_generation_router.metrics import Metrics
-from text_generation_router.pooling import pooling_of
+from text_generation_router.reading import Reranker, find_reranker, pooling_of
 from text_generation_router.request import Pooling
 from text_generation_router.request_options import NO_OPTIONS, RequestOptions
-from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.costs import SchedulerLimits, StepCosts, StepDeadlines
 from text_generation_router.state import LOADING, ServerState, State

@@ -30,7 +30,7 @@ from text_generation_router.offline.shards_process import (
     ShardsProcess,
     ShardsProcessError,
 )
-from text_generation_router.pooling import vector_of
+from text_generation_router.reading import vector_of
 from text_generation_router.services import Services, StartError, start
 from text_generation_router.validation import GenerateParameters
 

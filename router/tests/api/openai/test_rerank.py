@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from text_generation_router.reranker import Reranker
+from text_generation_router.reading import Reranker
 
 from router.tests.serving import Server, serve, shared_server
 

@@ -25,9 +25,8 @@ from text_generation_router.api.routes import ServicesDependency, post_router
 from text_generation_router.errors import GenerationError
 from text_generation_router.fields import Body, CacheSalt, Items, Refused, optional
 from text_generation_router.infer import MOST_PROMPTS
-from text_generation_router.pooling import vector_of
+from text_generation_router.reading import NotARerankerError, score, vector_of
 from text_generation_router.request import PromptResult
-from text_generation_router.reranker import NotARerankerError, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 

@@ -32,12 +32,7 @@ from text_generation_router.api.body import (
     short,
     warning,
 )
-from text_generation_router.api.errors import (
-    OPEN_INFERENCE,
-    STATUSES,
-    TGI_ERRORS,
-    RequestError,
-)
+from text_generation_router.api.errors import OPEN_INFERENCE, STATUSES, TGI_ERRORS, RequestError
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import JsonRoute, ServicesDependency, post_router
 from text_generation_router.api.tgi.generate import (

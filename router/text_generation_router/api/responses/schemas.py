@@ -6,13 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator
 
 from text_generation_router.api.body import (
     ANY_OBJECT,
