@@ -176,7 +176,8 @@ def test_kernels_are_given_checked_addresses() -> None:
 def test_calls_name_their_arguments(folder: str) -> None:
     """No literal tuple is unpacked into a call."""
     found = []
-    for path in (ROOT / folder).rglob("*.py"):
+    paths = (ROOT / folder).rglob("*.py")
+    for path in (one for one in paths if "/." not in str(one.relative_to(ROOT))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 unpacked = [arg.value for arg in node.args if isinstance(arg, ast.Starred)]

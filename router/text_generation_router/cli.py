@@ -19,8 +19,9 @@ from text_generation_process.tracing import open_tracer
 
 from text_generation_router.app import create_app, create_closed
 from text_generation_router.config import VERSION, RouterConfig
-from text_generation_router.edge.front import Front, request_fields
+from text_generation_router.edge.front import Front
 from text_generation_router.edge.keys import Keys
+from text_generation_router.request_options import request_fields
 from text_generation_router.server import Certificate, Server, bind
 from text_generation_router.services import StartError, start
 from text_generation_router.state import LauncherLink, ServerState

@@ -3,10 +3,11 @@ trace, and its headers' options."""
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
 from starlette.types import Scope
 
@@ -15,9 +16,6 @@ from text_generation_router.errors import (
     KeyLimitError,
     ValidationError,
 )
-
-if TYPE_CHECKING:
-    from text_generation_router.tracing.requests import RequestTrace
 
 _MINUTE_S = 60.0
 # When the next of the key's requests ends is unknown.
@@ -158,6 +156,19 @@ class Deadline:
             raise self.error() from None
 
 
+class Trace(Protocol):
+    """The trace of a request; see `tracing.requests.RequestTrace`."""
+
+    def follow(self, entries: Sequence[Any]) -> None:
+        """These entries are its sequences."""
+
+    def end(self, entry: Any, error_type: str) -> None:
+        """A sequence has ended."""
+
+    def fail(self, error_type: str) -> None:
+        """The request has failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Who sends a request, what its headers ask for, and its trace."""
@@ -166,7 +177,7 @@ class RequestOptions:
     deadline: Deadline | None = None
     # Higher ones come first; None: not given.
     priority: int | None = None
-    trace: "RequestTrace | None" = None
+    trace: Trace | None = None
     # Its permits are taken already: its generations need none, and log no success.
     is_admitted: bool = False
 
@@ -182,6 +193,35 @@ _OPTIONS = "text_generation_router.request_options"
 _TIMEOUT, _PRIORITY = b"x-request-timeout", b"x-priority"
 MOST_PRIORITY = 100
 _SHOWN = 32
+
+
+class RequestName(NamedTuple):
+    """The fields of a request in log lines."""
+
+    route: str
+    request_id: str
+    trace_id: str = ""
+
+
+_CURRENT: ContextVar[RequestName | None] = ContextVar("request", default=None)
+
+
+def become(name: RequestName) -> None:
+    """This task serves this request from now on."""
+    _CURRENT.set(name)
+
+
+def current() -> RequestName | None:
+    """The request that this task serves, if any."""
+    return _CURRENT.get()
+
+
+def request_fields() -> Mapping[str, str]:
+    """What a log line of this task tells of its request."""
+    request = current()
+    if request is None:
+        return {}
+    return {name: value for name, value in request._asdict().items() if value}
 
 
 def read_options(scope: Scope) -> RequestOptions:

@@ -10,8 +10,8 @@ import pytest
 from text_generation_process.log import LineFormatter
 from text_generation_router.api.tgi import info
 from text_generation_router.app import create_app
-from text_generation_router.edge.front import request_fields
 from text_generation_router.errors import GenerationError
+from text_generation_router.request_options import request_fields
 from text_generation_router.scheduler.batcher import Batcher
 
 from router.tests.serving import Server, assemble_scripted, serve

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from text_generation_router.api.answers import DONE, event, named_events
 from text_generation_router.api.body import BodyError, complaint_of, shape_error, short
 from text_generation_router.config import RouterConfig
-from text_generation_router.edge.front import current
 from text_generation_router.errors import (
     BadRequestError,
     ContextLengthError,
@@ -27,6 +26,7 @@ from text_generation_router.errors import (
     RouterError,
     ValidationError,
 )
+from text_generation_router.request_options import current
 
 Json = dict[str, Any]
 Responses = dict[int | str, dict[str, Any]]

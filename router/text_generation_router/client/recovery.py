@@ -150,6 +150,9 @@ class WatchedShards:
             except NoShardsError as error:
                 raise UnhealthyError from error
             except GoneShardError:
+                # The end of the caller may meet that of the shards.
+                if (caller := asyncio.current_task()) is not None and caller.cancelling():
+                    raise asyncio.CancelledError from None
                 if self._connect is None:
                     raise
 
@@ -214,7 +217,8 @@ class WatchedShards:
             lasted_s = 0.0 if oldest is None else now - oldest.since
             if question is not None and question.done():
                 detail, question = question.result(), None
-                next_question = now + PATIENCE_S
+                if asked is not None:
+                    next_question = now + PATIENCE_S
                 if detail and oldest is not None and oldest is asked:
                     self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s", detail)
             elif oldest is not None and lasted_s > oldest.allowed_s:

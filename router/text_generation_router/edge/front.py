@@ -4,15 +4,12 @@ its answer and in log lines."""
 import asyncio
 import re
 from collections import deque
-from collections.abc import Mapping
-from contextvars import ContextVar
-from typing import NamedTuple
 from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from text_generation_router.request_options import ARRIVAL, TRACE
+from text_generation_router.request_options import ARRIVAL, TRACE, RequestName, become
 
 # Reading and validating a request blocks the event loop; hundreds in one turn would stop every
 # stream and /health until the last of them is read.
@@ -38,30 +35,6 @@ _ANTHROPIC_PATH, _ANTHROPIC_HEADER = "/v1/messages", b"request-id"
 _ANTHROPIC_VERSION = b"anthropic-version"
 
 
-class RequestName(NamedTuple):
-    """The fields of a request in log lines."""
-
-    route: str
-    request_id: str
-    trace_id: str = ""
-
-
-_CURRENT: ContextVar[RequestName | None] = ContextVar("request", default=None)
-
-
-def current() -> RequestName | None:
-    """The request that this task serves, if any."""
-    return _CURRENT.get()
-
-
-def request_fields() -> Mapping[str, str]:
-    """What a log line of this task tells of its request."""
-    request = current()
-    if request is None:
-        return {}
-    return {name: value for name, value in request._asdict().items() if value}
-
-
 def named(scope: Scope, send: Send) -> Send:
     """A `send` that adds the request's id to the headers. Makes it the task's current request."""
     sent = dict(scope["headers"])
@@ -70,7 +43,7 @@ def named(scope: Scope, send: Send) -> Send:
     # Quoted, so that it is one line.
     path, trace = quote(scope["path"][:_SHOWN_PATH]), scope.get(TRACE)
     trace_id = "" if trace is None else trace.trace_id
-    _CURRENT.set(RequestName(path, request_id.decode(), trace_id))
+    become(RequestName(path, request_id.decode(), trace_id))
     headers = [(_HEADER, request_id)]
     if scope["path"].startswith(_ANTHROPIC_PATH) or _ANTHROPIC_VERSION in sent:
         headers.append((_ANTHROPIC_HEADER, request_id))

@@ -259,13 +259,16 @@ class Batcher:
             self._task = None
 
     async def _launch_next(self) -> _Step | None:
-        """Chooses and launches a step; None when there is nothing to compute.
+        """Chooses and launches a step; None when there is nothing to compute, or after `close`.
 
         No step is in flight here. Therefore blocks can be reused: the rows that held them are
         dropped before the next step is launched, which could write to them.
         """
         planner = self.planner
         while True:
+            # Behind a loss the end of this task may have been taken for that of a call.
+            if self._refusal is not None:
+                return None
             await self._recover()
             planner.sweep()
             grown_blocks = planner.grow()
@@ -376,7 +379,8 @@ class Batcher:
             await shards.wait()
 
     async def _drop_rows(self) -> bool:
-        """Has the shards forget the rows of entries that no longer run; False if they are lost."""
+        """Has the shards forget the rows of entries that no longer run; False if it fails, and with
+        it all entries that run."""
         batch, running = self._batch, self.planner.running
         if batch is None or len(batch.request_ids) == len(running):
             return True
@@ -393,6 +397,7 @@ class Batcher:
             self._fail(batch.id, list(running.values()), error)
             self._batch = None
             await self._clear(batch.id)
+            return False
         self._delivery.drop_s += time.perf_counter() - started
         return True
 

@@ -25,9 +25,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from text_generation_process.tracing import SERVICE, end_span, mark_failed, traceparent
 
-from text_generation_router.edge.front import current
 from text_generation_router.request import Ending
-from text_generation_router.request_options import TRACE
+from text_generation_router.request_options import TRACE, current
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.step import Plan, StepResult
 

@@ -239,6 +239,8 @@ def profile_memory(engine: Engine, largest: LargestStep) -> None:
     ids, counts = [*others, *range(num_prompts)], [1] * len(others) + _counts(prompts)
     handles.append(engine.launch(pb.Step(request_ids=ids, counts=counts), prompts))
     if context > 2:
+        # With a context of 3 tokens the others have ended.
+        ids = ids if context > 3 else [*range(num_prompts)]
         handles.append(engine.launch(pb.Step(request_ids=ids)))
     for handle in handles:
         handle.result()

@@ -40,7 +40,7 @@ from text_generation_router.api.tgi.generate import (
     GenerateRequest,
     generate_answer,
 )
-from text_generation_router.api.tgi.info import MODEL_PATH, ONLY_VERSION, OUTPUT, VERSION_PATH
+from text_generation_router.api.tgi.info import KSERVE_MODEL, ONLY_VERSION, OUTPUT, VERSION_PATH
 from text_generation_router.errors import BadRequestError, ValidationError
 from text_generation_router.fields import MAX_ITEMS, Body, Items, Numbers, Refused, Uint64
 from text_generation_router.infer import gather_or_cancel
@@ -266,7 +266,7 @@ async def kserve_infer(
     return json_response({"id": body.id, "outputs": made}, warning(body))
 
 
-@open_router.post(f"{MODEL_PATH}/infer", summary="Inference by the protocol")
+@open_router.post(f"{KSERVE_MODEL}/infer", summary="Inference by the protocol")
 async def kserve_any_version_infer(
     model_name: str, body: InferenceRequest, services: ServicesDependency
 ) -> Response:

@@ -148,8 +148,8 @@ def _unless(is_off: bool, reason: str) -> str:
     return f"off: {reason}" if is_off else "on"
 
 
-MODEL_PATH = "/v2/models/{model_name:model}"
-VERSION_PATH = f"{MODEL_PATH}/versions/{{model_version}}"
+KSERVE_MODEL = "/v2/models/{model_name:model}"
+VERSION_PATH = f"{KSERVE_MODEL}/versions/{{model_version}}"
 # The server has one model, in one version; any is taken for it.
 ONLY_VERSION = "1"
 _SERVER = "text-generation-inference"
@@ -310,7 +310,7 @@ async def kserve_model_metadata(model_name: str, model_version: str) -> Response
 
 @get(
     kserve_router,
-    f"{MODEL_PATH}/ready",
+    f"{KSERVE_MODEL}/ready",
     summary="Readiness of the model in any version",
     responses=STATUSES,
 )
@@ -323,7 +323,7 @@ async def kserve_any_version_ready(model_name: str, services: ServicesDependency
     return await kserve_ready(services)
 
 
-@get(kserve_key_router, MODEL_PATH, summary="Model metadata of the protocol", responses=STATUSES)
+@get(kserve_key_router, KSERVE_MODEL, summary="Model metadata of the protocol", responses=STATUSES)
 async def kserve_any_version_metadata(model_name: str, services: ServicesDependency) -> Response:
     """The tensors that the model takes and gives; inputs and outputs may have other names."""
     check_model(model_name, services)
