@@ -2,6 +2,7 @@
 Python calls a token takes. CONTRIBUTING's "One request" is this list."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,12 +90,23 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     found.server.stop()
 
 
+def short(file: str) -> str:
+    """A file as CONTRIBUTING names it."""
+    folder, _, rest = file.partition("/")
+    name = rest.partition("/")[2]
+    return f"process/{name}" if folder == "process" else name
+
+
 def test_a_streamed_token_passes_few_files_and_calls(traced: Traced) -> None:
     body = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": NUM_TOKENS}}
     way = traced.way_of("/generate_stream", body)
     for name, own in way.items():
         print(f"{name}: {own}")
     router, shard = way["router"], way["shard"]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)`", text.partition("## One request")[2].partition("\n## ")[0])
+    unnamed = {short(file) for file in [*router.calls, *shard.calls]} - set(named)
+    assert not unnamed, "CONTRIBUTING's One request does not name them"
     assert len(router.calls) <= 30
     assert len(shard.calls) <= 20
     assert router.calls_a_token <= 100
