@@ -218,7 +218,7 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kind of choice, for decoding rows and a prompt; steps launched ahead."""
-    device: Any = model._device
+    device: Any = model._norm._device
     device.stream = stream = Fetched()
     engine = Engine(device, model, 0, Watermark(0.5, 2.0))
     engine.use_table(16, max_total_tokens=4096, num_blocks=4000, max_prefill_tokens=4096)
