@@ -129,7 +129,7 @@ def bodies(path: str, operation: Json) -> Iterator[tuple[str, str, Json]]:
     """Content type, name and body of each example; the first is what the editor shows."""
     for content_type, content in operation["requestBody"]["content"].items():
         examples = content.get("examples")
-        assert examples, f"{path}: give it an example in api/document.py"
+        assert examples, f"{path}: give it an example in api/routes.py"
         for name, example in examples.items():
             yield content_type, name, example["value"]
 

@@ -54,7 +54,7 @@ async def render(workers: TemplateWorkers, content: Any = "hi", **kwargs: Any) -
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("memory", "the template needs more memory than it may use"),
+        ("memory", "the template needs more than 1024 MiB"),
         ("recurse", "RecursionError: "),
         ("raise", "nono"),
         ("half", "the prompt has characters that are not valid Unicode"),

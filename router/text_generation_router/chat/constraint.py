@@ -56,11 +56,12 @@ def answer_grammar(
             raise ToolError(f"Tool with name {choice} not found")
     if not tools and wanted is None:
         return None
-    formatted = None
-    if wanted is not None and choice == "auto":
-        formatted = as_item(wanted)
-        if tools and chat_format.is_bare:
-            formatted = _text_or_calls(checked_schema(wanted.source), tools, chat_format)
+    # Also where the choice leaves no room for it, a wanted form must be valid.
+    formatted = None if wanted is None else as_item(wanted)
+    if choice != "auto":
+        formatted = None
+    elif wanted is not None and tools and chat_format.is_bare:
+        formatted = _text_or_calls(checked_schema(wanted.source), tools, chat_format)
     chat = _ChatGrammar(
         form=chat_format,
         special_ids=special_ids,

@@ -23,7 +23,9 @@ _ANY_SPACE = rf"[{_SPACE}]*"
 # Held back before a marker: models write a few line ends, and what is held is searched again.
 _SPACE_BEFORE = rf"[{_SPACE}]{{0,64}}"
 _NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}){1,256}"'
-_SCALAR = r"null|None|true|True|false|False|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_SCALAR = r"null|None|true|True|false|False|"
+# Longer numbers are texts: Python reads no integer of thousands of digits.
+_SCALAR += r"-?(?:0|[1-9]\d{0,300})(?:\.\d{1,300})?(?:[eE][+-]?\d{1,300})?"
 
 # Before a message of a channel; groups 1 and 3 are the function that it calls, 2 is the channel.
 _TO = r"(?:\s*to=(?:functions\.)?([^\s<]+))?"
@@ -74,7 +76,7 @@ class ChatParser:
     """The state of one answer.
 
     The events, with adjacent ones of one kind joined, do not depend on how the text is split.
-    Calls have the form that `constraint.tool_grammar` allows. Text that looks like a call but is
+    Calls have the form that `constraint.answer_grammar` allows. Text that looks like a call but is
     not one is content, markers included. Once a call's name and the first character of its
     arguments are read it is a call, even if the arguments never end. Whitespace around markers is
     dropped with them. Nothing else is dropped.

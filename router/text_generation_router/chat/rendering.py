@@ -34,9 +34,13 @@ def prepare(argument: bytes) -> "Renderer":
 class Renderer:
     """The templates of one model by their names; each is compiled when it is first rendered."""
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], max_bytes: int = 0
+    ) -> None:
+        """max_bytes: the memory that this process may use."""
         self._sources = sources
         self._special_tokens = special_tokens
+        self._max_bytes = max_bytes
         self._environment = _environment()
         self._programs: dict[str, jinja2.Template] = {}
 
@@ -113,7 +117,8 @@ class Renderer:
         except jinja2.TemplateError as error:
             raise TemplateError(error.message or type(error).__name__) from error
         except MemoryError as error:
-            raise TemplateError("the template needs more memory than it may use") from error
+            mib = self._max_bytes >> 20
+            raise TemplateError(f"the template needs more than {mib} MiB") from error
         except Exception as error:  # the template is a program: it can raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 

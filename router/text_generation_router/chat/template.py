@@ -107,7 +107,11 @@ class TemplateWorkers:
         `tries`. A failure is logged."""
         self.template = template
         if template is not None:
-            arguments = {"sources": template.sources, "special_tokens": template.special_tokens}
+            arguments = {
+                "sources": template.sources,
+                "special_tokens": template.special_tokens,
+                "max_bytes": _MAX_BYTES,
+            }
             self._worker = Worker(_MODULE, orjson.dumps(arguments), memory_bytes=_MAX_BYTES)
             if tries:
                 self._threads.submit(self._try_out)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -209,8 +210,10 @@ class Batcher:
         return self.is_healthy
 
     async def close(self) -> None:
-        """Ends every entry with IncompleteGenerationError and waits until `run` has returned."""
-        self._stop()
+        """Ends every entry, with what ended the shards or else IncompleteGenerationError. Waits
+        until `run` has returned."""
+        why = () if self._shards.verdict is None else self._shards.verdict.args
+        self._stop(partial(GenerationError, *why) if why else IncompleteGenerationError)
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait({task})

@@ -175,6 +175,7 @@ class Shards(Protocol):
 
     num_losses: int
     error: GenerationError
+    verdict: GenerationError | None
     on_loss: Callable[[], None]
 
     def step(

@@ -145,7 +145,7 @@ class Parameters:
                 if time.monotonic() - spoke > 2:
                     spoke = time.monotonic()
                     logger.info("loading weights: %d of %d tensors", done, len(names))
-        logger.info("loading weights: %d of %d tensors", done, done)
+        logger.info("loading weights: %d of %d tensors", done, len(names))
         self._stacks.clear()
         for action in self._after_load:
             action()

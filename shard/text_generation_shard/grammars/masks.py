@@ -230,7 +230,7 @@ def _without(mask: Tensor, tokens: Sequence[int]) -> None:
 
 
 class StepGrammars:
-    """The constrained rows of one step; see `sampler.Allowed`."""
+    """The constrained rows of one step; see `sampling.Allowed`."""
 
     def __init__(
         self, owner: GrammarMasks, rows: Sequence[ConstrainedRow], job: "Future[Tensor]"
@@ -241,11 +241,11 @@ class StepGrammars:
         )
 
     def masks(self) -> Tensor:
-        """See `sampler.Allowed`."""
+        """See `sampling.Allowed`."""
         return self._job.result()
 
     def restrict(self, logits: Tensor) -> None:
-        """See `sampler.Allowed`."""
+        """See `sampling.Allowed`."""
         table = self._owner.forbidden
         octets = self.masks().view(torch.uint8).to(table.device)
         # A lookup per byte is faster than shifting out every bit.

@@ -185,7 +185,7 @@ class Fetched(Stream):
 
 
 class AllowsAll:
-    """See `sampler.Allowed`."""
+    """See `sampling.Allowed`."""
 
     def __init__(self, plan: Plan, vocab_size: int) -> None:
         self.places = np.arange(len(plan.samples.rows))

@@ -186,7 +186,9 @@ class Paged:
     def __init__(self, attention: "LayeredAttention", batch: ForwardBatch) -> None:
         self._attention, self._batch = attention, batch
         # By the sines and cosines of its rotation; 0: without.
+        # They are kept, so that no others get their number.
         self._plans: dict[int, list[AttentionPlan]] = {}
+        self._embeddings: list[tuple[Tensor, Tensor]] = []
 
     def attend(
         self, layer: int, heads: tuple[Tensor, ...], mask: Tensor | None, call: Call
@@ -214,6 +216,7 @@ class Paged:
             table = torch.stack([part[0, :, :half] for part in embeddings], dim=1).float()
             angles = Angles(table, torch.arange(len(table), device=table.device))
             plan = self._plans[id(embeddings)] = self._attention.plan(self._batch, angles)
+            self._embeddings.append(embeddings)
         window = self._attention.calls[layer].window
         return self._attention.forward(heads, layer, window, True, plan)
 
@@ -297,6 +300,12 @@ class LayeredAttention:
         return self._own[number].forward(heads, place, window, is_rotated, plan[number])
 
 
+# What it may be given beside its input, which the attention of our cache does not need.
+_PARAMETERS = frozenset(
+    {"attention_mask", "cache", "past_key_values", "position_ids", "cache_position", "kwargs"}
+)
+
+
 class UsualAttention:
     """The forward of an attention module whose heads are `rotated(normed(product))`."""
 
@@ -365,7 +374,11 @@ class UsualAttention:
         rotated = rotated * cos[0, :, None].float() + turned * sin[0, :, None].float()
         ours[:, : -self._counts[2], :num_rotated] = rotated.to(ours.dtype)
         result = self._module.o_proj(probe.result.flatten(2))
-        return is_close(ours, theirs, _STEPS) and is_close(result, out, _STEPS)
+        ends = self._counts[0], -self._counts[2]
+        # Each by its own largest number: keys may be far larger than values.
+        pairs = zip(ours.tensor_split(ends, 1), theirs.tensor_split(ends, 1), strict=True)
+        are_same = ours.shape == theirs.shape and all(is_close(*pair, _STEPS) for pair in pairs)
+        return are_same and is_close(result, out, _STEPS)
 
 
 @contextmanager
@@ -394,9 +407,16 @@ def _may_be_usual(module: Any) -> bool:
         return False
     query, key, value, _ = products
     code = inspect.unwrap(type(module).forward).__code__
-    names = [*inspect.signature(type(module).forward).parameters][:3]
+    # Names by which attributes are asked for; functions inside are not looked into.
+    constants = {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
+    parameters = [*inspect.signature(type(module).forward).parameters]
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     return (
         query.matrix is key.matrix is value.matrix
-        and set(code.co_names) <= _USUAL
-        and names == ["self", "hidden_states", "position_embeddings"]
+        and {*code.co_names, *constants} <= _USUAL
+        and not any(inspect.iscode(one) for one in code.co_consts)
+        and parameters[:3] == ["self", "hidden_states", "position_embeddings"]
+        and set(parameters[3:]) <= _PARAMETERS
+        and len({one.bias is None for one in (query, key, value)}) == 1
+        and all(norm is None or norm.weight.shape == (module.head_dim,) for norm in norms)
     )
