@@ -151,7 +151,7 @@ class Supervisor:
         restarts = self._restarts
         try:
             restarts.bring_back(time.monotonic())
-            self._pause(LISTEN_POLL_S if restarts.is_whole else STARTUP_POLL_S)
+            self._pause(LISTEN_POLL_S if restarts.has_served else STARTUP_POLL_S)
             self._listen()
             if restarts.is_late(time.monotonic()):
                 # Any of them may be the cause.
@@ -274,7 +274,8 @@ class Supervisor:
         if self._link.is_silent(time.monotonic()):
             how = f"the router has not answered for {self._link.silence_s:g} s"
             self._end_failed(self._router.children, how)
-        losses = self._link.take_losses()
+        # Those of the first start are kept until all serve.
+        losses = self._link.take_losses() if self._restarts.has_served else []
         if self._is_socket_awaited:
             # The losses are of the shards before. The router finds the new ones by their first
             # socket, and may declare them lost while their other sockets do not exist yet.
