@@ -411,6 +411,7 @@ def _may_be_usual(module: Any) -> bool:
     constants = {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
     parameters = [*inspect.signature(type(module).forward).parameters]
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    weights = [weight for norm in norms if (weight := getattr(norm, "weight", None)) is not None]
     return (
         query.matrix is key.matrix is value.matrix
         and {*code.co_names, *constants} <= _USUAL
@@ -418,5 +419,5 @@ def _may_be_usual(module: Any) -> bool:
         and parameters[:3] == ["self", "hidden_states", "position_embeddings"]
         and set(parameters[3:]) <= _PARAMETERS
         and len({one.bias is None for one in (query, key, value)}) == 1
-        and all(norm is None or norm.weight.shape == (module.head_dim,) for norm in norms)
+        and all(weight.shape == (module.head_dim,) for weight in weights)
     )
