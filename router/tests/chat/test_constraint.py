@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from text_generation_router.chat.constraint import answer_grammar
 from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
-from text_generation_router.errors import ToolError
+from text_generation_router.errors import GrammarError, ToolError
 from text_generation_router.request import Grammar
 
 MODEL = Path(__file__).parents[3] / "launcher/text_generation_launcher/embedded_model"
@@ -383,3 +383,10 @@ def test_descriptions_of_a_tool_are_not_in_its_grammar() -> None:
     grammar = answer_grammar(FORMATS["hermes"], None, [tool], "auto")
     assert grammar is not None and len(grammar.source) < 2000
     assert '"properties": {"title": {"type": "string"}}' in grammar.source
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "f"])
+def test_a_wanted_form_is_checked_also_where_a_tool_is_forced(choice: str) -> None:
+    wanted = Grammar("json_schema", "not json")
+    with pytest.raises(GrammarError):
+        answer_grammar(FORMATS["hermes"], wanted, [ToolSpec("f")], choice)

@@ -61,7 +61,7 @@ def source(name: str) -> str:
 
 def render(text: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
     tools = options.pop("tools", None)
-    return Renderer({"default": text}, TOKENS).render(messages or [USER], tools, **options)
+    return Renderer({"default": text}, TOKENS, 2**30).render(messages or [USER], tools, **options)
 
 
 def refusal(text: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
@@ -179,17 +179,17 @@ def test_messages_that_can_not_be_continued() -> None:
 
 def test_named_templates() -> None:
     sources = {"default": "d", "tool_use": "t", "rag": "r", "bad": "{{"}
-    template, renderer = ChatTemplate(sources, {}), Renderer(sources, {})
+    template, renderer = ChatTemplate(sources, {}), Renderer(sources, {}, 2**30)
     assert (template.source, template.tool_source) == ("d", "t")
     assert renderer.render([USER], None) == "d"
     assert renderer.render([USER], TOOLS) == "t"
     assert renderer.render([USER], TOOLS, name="rag") == "r"
-    assert Renderer({"default": "d"}, {}).render([USER], TOOLS) == "d"
+    assert Renderer({"default": "d"}, {}, 2**30).render([USER], TOOLS) == "d"
     for name, expected in (("nope", "no template 'nope'; it has: bad, default"), ("bad", "syntax")):
         with pytest.raises(TemplateError, match=expected):
             renderer.render([USER], None, name=name)
     assert ChatTemplate({"tool_use": "t"}, {}).source == "t"
-    only_tools = Renderer({"tool_use": "t"}, {})
+    only_tools = Renderer({"tool_use": "t"}, {}, 2**30)
     assert only_tools.render([USER], TOOLS) == "t"
     with pytest.raises(TemplateError, match="no template 'default'"):
         only_tools.render([USER], None)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.step import (
+    CachedBatch,
     GoneShardError,
     GrammarResult,
     LostStepError,
@@ -344,3 +345,52 @@ async def test_losses_at_any_time(seed: int) -> None:
 
 async def has_any(world: World) -> None:
     await until(lambda: bool(world.lives[0].passes))
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_caller_that_ends_when_the_shards_do_has_ended(num_turns: int) -> None:
+    async with world() as w:
+        is_asked = asyncio.Event()
+
+        async def compile_grammar(grammar: str, timeout_s: float) -> GrammarResult:
+            is_asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError("it is never set")
+
+        w.lives[0].compile_grammar = compile_grammar  # type: ignore[method-assign]
+        w.may_come.clear()
+        asking = asyncio.create_task(w.shards.compile_grammar("x", 5))
+        await is_asked.wait()
+        w.shards._declare_lost("lost")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking}, timeout=2)
+        assert asking.cancelled()
+        w.may_come.set()
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_batcher_that_is_closed_when_the_shards_end_has_ended(num_turns: int) -> None:
+    w, filtering = World(), asyncio.Event()
+
+    async def filter_batch(batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        filtering.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it is never set")
+
+    w.lives[0].filter_batch = filter_batch  # type: ignore[method-assign]
+    w.may_come.clear()
+    run = asyncio.create_task(w.batcher.run())
+    entries = [w.submit((1, 2, n), 60) for n in range(2)]
+    await has_tokens(w, *entries)
+    w.batcher.cancel(entries[0])
+    await filtering.wait()
+    w.shards._declare_lost("lost")
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(2):
+        await w.batcher.close()
+        await run
+    await w.shards.close()
+    assert (await collect(entries[1])).error is not None

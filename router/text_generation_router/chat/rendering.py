@@ -35,7 +35,7 @@ class Renderer:
     """The templates of one model by their names; each is compiled when it is first rendered."""
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], max_bytes: int = 0
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], max_bytes: int
     ) -> None:
         """max_bytes: the memory that this process may use."""
         self._sources = sources

@@ -240,7 +240,7 @@ class Batcher:
                 if step is not None:
                     self._ahead = await self._launch_ahead(step)
                     self._reply = await self._receive(step)
-                elif not self.planner.queue:
+                elif self._refusal is None and not self.planner.queue:
                     self._work.clear()
                     await self._work.wait()
         except asyncio.CancelledError:

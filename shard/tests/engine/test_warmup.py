@@ -12,11 +12,11 @@ from text_generation_proto import pb
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.warmup import measure, warm_up
+from text_generation_shard.engine.warmup import LargestStep, measure, profile_memory, warm_up
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
 
-from shard.tests.driver import Driver, limits_of, load_engine
+from shard.tests.driver import Driver, limits_of, load_engine, reference_device
 from shard.tests.engine.test_memory_profile import peak_of
 
 ROWS, PROMPT = 8, 384
@@ -148,3 +148,11 @@ def test_deterministic_is_kept_or_refused(tiny_model_path: Path) -> None:
     assert quantized.is_deterministic == are_vectors_wide()
     with pytest.raises(ModelError, match="--deterministic is not supported"):
         load_engine(tiny_model_path, dtype="float32", quantize="int8", deterministic=True)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 4])
+def test_the_largest_steps_run_whatever_the_context_is(context: int, tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, 8, reference_device(), None, 4, 200)
+    engine.use_table(4, max(context, 2), 1, 8)
+    profile_memory(engine, LargestStep(4, 2, 2, context))
+    assert engine.num_rows_taken == 0

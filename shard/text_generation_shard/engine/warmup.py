@@ -236,10 +236,11 @@ def profile_memory(engine: Engine, largest: LargestStep) -> None:
         for request in first:
             request.prefill_logprobs = False
         handles.append(engine.launch(pb.Step(request_ids=others), first))
+    # They have ended if the context holds no more of their tokens.
+    others = others if context > 2 else range(0)
     ids, counts = [*others, *range(num_prompts)], [1] * len(others) + _counts(prompts)
     handles.append(engine.launch(pb.Step(request_ids=ids, counts=counts), prompts))
     if context > 2:
-        # With a context of 3 tokens the others have ended.
         ids = ids if context > 3 else [*range(num_prompts)]
         handles.append(engine.launch(pb.Step(request_ids=ids)))
     for handle in handles:
