@@ -68,7 +68,7 @@ class Family:
         """As the service renders it."""
         plain = plain_messages(messages, self.source, self.form)
         described = [tool.as_openai() for tool in tools] if self.form.describes_tools else None
-        renderer = Renderer({"default": self.source}, {"bos_token": "<s>"})
+        renderer = Renderer({"default": self.source}, {"bos_token": "<s>"}, 2**30)
         return renderer.render(fitted(plain, self.source), described, **self.kwargs)
 
     def read(self, text: str, size: int, tools: Sequence[ToolSpec] = TOOLS) -> ChatMessage:

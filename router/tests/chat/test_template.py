@@ -206,7 +206,9 @@ def write(directory: Path, **files: Any) -> None:
 def rendered(template: ChatTemplate | None, **options: Any) -> str:
     assert template is not None
     tools = options.pop("tools", None)
-    return Renderer(template.sources, template.special_tokens).render([USER], tools, **options)
+    return Renderer(template.sources, template.special_tokens, 2**30).render(
+        [USER], tools, **options
+    )
 
 
 def load(directory: Path, path: Path | None = None) -> str | None:
