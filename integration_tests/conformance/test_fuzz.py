@@ -33,7 +33,7 @@ MODEL = Path(text_generation_launcher.__file__).parent / "embedded_model"
 TOKENIZER = Tokenizer.load(MODEL, num_workers=1)
 TEMPLATE = ChatTemplate.load(MODEL, None)
 assert TEMPLATE is not None
-RENDERER = Renderer(TEMPLATE.sources, TEMPLATE.special_tokens)
+RENDERER = Renderer(TEMPLATE.sources, TEMPLATE.special_tokens, 2**30)
 
 # Difficult texts: several bytes, several code points, markers and their prefixes, syntax.
 FRAGMENTS = (
